@@ -1,4 +1,4 @@
-"""The training engine: with `megatron.plan`, the only package that imports DeepSpeed.
+"""The training engine. Only this package and `megatron.plan` import DeepSpeed.
 
 When this package is imported, it sets environment variables. DeepSpeed and torch read them when
 they are imported afterwards.

@@ -1,7 +1,7 @@
 """Build what a config describes: the tokenizer, and the `Plan` from which `GPT` builds the model.
 
-The packages of the model, of attention and of the data take plain values. This module reads these
-values from the config object, so that those packages need not import `megatron.config`.
+The packages of the model, of attention and of the data take plain values, not a config. This module
+reads the values from the config, so that those packages need not import `megatron.config`.
 """
 
 from __future__ import annotations
@@ -69,11 +69,14 @@ def positional_of(config: Config, numerics: Numerics | None = None) -> Positiona
 
 
 def positional_options(m: ModelConfig, name: str) -> dict[str, Any]:
-    """Return the options of the embedding `name` in `pos_emb_options`, for `load_positional`.
+    """Return the options with which `load_positional` builds the embedding `name`.
+
+    The options are in `pos_emb_options`. The embeddings `rpe` and `rotary` also get options from
+    other config keys.
 
     Raises:
-        PositionalError: `pos_emb_options` names an embedding that `pos_emb` does not name, or it
-            gives an embedding options that are not a mapping.
+        PositionalError: `pos_emb_options` names an embedding that `pos_emb` does not name, or the
+            options of an embedding are not a mapping.
     """
     terms = name.split(" + ")
     options = {term: m.pos_emb_options[term] for term in terms if term in m.pos_emb_options}
@@ -138,7 +141,7 @@ def attention_of(
 
 
 def describe_attention(attends: Sequence[AttentionFn]) -> list[str]:
-    """Return lines for the log: the attention backend of the layers, and why it was chosen.
+    """Return lines for the log that say which attention backend each layer uses, and why.
 
     Args:
         attends: The attention backend of each layer.
@@ -168,8 +171,9 @@ def plan_of(
 
     Args:
         vocab_size: The size of the tokenizer's vocabulary, before padding.
-        device_type: "cuda" or "cpu": where the model will run. It decides the attention backend.
-        eod: The id of the tokenizer's end-of-document token; `reset_attention_mask` needs it.
+        device_type: The type of the device on which the model will run, "cuda" or "cpu".
+        eod: The id of the tokenizer's end-of-document token. It must be given if the config sets
+            `reset_attention_mask`.
         training: Whether the model will be trained. Training needs dropout and a backward pass.
         tp: The tensor-parallel group; with several ranks, only this rank's shard is built.
         cp: The context-parallel group; each of its ranks holds a part of each sequence.
@@ -209,7 +213,7 @@ def plan_of(
 
 
 def theta_of(config: Config, pos: PositionalEmbedding) -> dict[str, Any]:
-    """Return the fields of `Plan` about theta, the learned parameters of `pos`, as a dict.
+    """Return a dict with the fields of `Plan` that concern theta, the learned parameters of `pos`.
 
     Raises:
         ConfigError: A config key names a parameter that `pos` does not have, a start value lies

@@ -41,7 +41,7 @@ GPUS = {
     "L40S": Gpu(362, 91.6, 48),  # L40S data sheet, 2023
     "4090": Gpu(165, 82.6, 24),  # Ada architecture whitepaper, 2023: GeForce RTX 4090
 }
-"""Maps names to GPUs. A GPU is known by the parts of its name, in this order."""
+"""Maps names to GPUs. The order matters, because `gpu_of_device` returns the first that fits."""
 
 
 def gpu_named(name: str) -> Gpu:
@@ -58,6 +58,9 @@ def gpu_named(name: str) -> Gpu:
 
 
 def gpu_of_device(device_name: str) -> Gpu | None:
-    """Return the GPU that CUDA calls `device_name`, or None if it is not in `GPUS`."""
+    """Return the first GPU of `GPUS` that fits CUDA's `device_name`, or None if there is none.
+
+    A GPU fits if `device_name` contains all parts of the GPU's name. Hyphens separate the parts.
+    """
     found = (gpu for name, gpu in GPUS.items() if all(x in device_name for x in name.split("-")))
     return next(found, None)

@@ -86,7 +86,7 @@ Model = GPT | Pipeline
 def build_local_model(
     config: Config, vocab_size: int, groups: Groups, eod: int | None = None
 ) -> Model:
-    """Build this rank's tensor-parallel shard of the model or, in a pipeline, of its stage.
+    """Build this rank's tensor-parallel shard of the model or, in a pipeline, of a stage.
 
     `plan_of` describes the arguments.
     """

@@ -5,8 +5,8 @@ A pickle file can name any Python function and have it called when the file is l
 This module adds only the functions and classes that checkpoints need:
 
 - those of numpy, for the random state in the `mp_rank_*` file of a published (GPT-NeoX) checkpoint;
-- those of DeepSpeed in its `*_optim_states.pt` files, only while DeepSpeed reads a checkpoint. They
-  are classes that hold plain values, and loading them runs no method.
+- those of DeepSpeed in its `*_optim_states.pt` files. These are classes that hold plain values, and
+  loading them runs no method. They are allowed only while DeepSpeed reads a checkpoint.
 
 DeepSpeed itself calls `torch.load(weights_only=False)`. Therefore, every call of DeepSpeed that
 reads a checkpoint must be inside a block `with only_safe_loads()`.
@@ -90,7 +90,9 @@ def only_safe_loads() -> Iterator[None]:
 
 
 def _enum_member(cls: type[Enum], name: str) -> Enum:
-    """Return a member of an enumeration, in place of `getattr` in files of Python before 3.11.4.
+    """Return the member `name` of the enumeration `cls`.
+
+    Files that Python before 3.11.4 wrote call `getattr` for this. This function replaces `getattr`.
 
     Raises:
         UnpicklingError: `cls` is no enumeration.

@@ -32,13 +32,14 @@ def write_extrapolation(
 ) -> str:
     """Write `extrapolation.csv` and `extrapolation.png` into `run_dir` and return the table.
 
-    The CSV files of an earlier evaluation are renamed to `extrapolation.csv.previous` and so on.
+    The CSV files of an earlier evaluation are kept with `.previous` added to their names.
 
     Args:
         rows: The result of each length, in any order.
         train_length: The sequence length in training, in tokens; the plot marks it.
-        baselines: The table and the plot show these results, and `context_baseline.csv` holds
-            them. If the model uses its long context, its perplexity is lower than these.
+        baselines: The results with a short context, for the table, the plot and
+            `context_baseline.csv`. A model that uses its long context has a lower perplexity than
+            the baselines.
         title: The title of the table and the plot.
 
     Raises:
@@ -101,7 +102,7 @@ def write_kernels(
 
 
 def csv_of(table: Any) -> bytes:
-    """Return the content of a CSV file.
+    """Return `table` as the content of a CSV file.
 
     Args:
         table: A table of pandas, or a list of rows that are dicts or dataclasses.

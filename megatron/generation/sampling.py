@@ -28,7 +28,7 @@ class Sampling:
     Attributes:
         temperature: The number by which logits are divided, or 0 for the most likely token.
         top_k: The number of most likely tokens to keep, or None for all.
-        top_p: The least sum of the probabilities of the kept tokens. 1 keeps all tokens.
+        top_p: The minimum sum of the probabilities of the kept tokens. 1 keeps all tokens.
     """
 
     temperature: float = 1.0

@@ -23,16 +23,16 @@ from megatron.harness.model import RunModel, longest_context
 
 @dataclass(frozen=True)
 class ScoringOptions:
-    """What to score, and how.
+    """The tasks to score, and the settings for scoring them.
 
     Attributes:
         tasks: Names of tasks, groups or tags, patterns such as `lambada*`, or paths of YAML files.
         include_path: A folder with the YAML files of more tasks, or None.
         num_fewshot: The number of examples before each question. None leaves it to the task.
-        limit: The number of questions per task. A number below 1 is a fraction of them. None scores
-            all questions.
+        limit: The number of questions to score per task. A number below 1 is a fraction of the
+            task's questions. None scores all questions.
         batch_size: The number of texts in a forward pass.
-        max_length: The most tokens that the model reads. None takes the result of
+        max_length: The maximum number of tokens that the model reads. None takes the result of
             `longest_context`.
         seed: The seed of the few-shot examples and of generated texts.
         unsafe_code: Whether tasks may run the code that the model writes.
@@ -115,7 +115,7 @@ class _Tasks(TaskManager):
 def find_tasks(options: ScoringOptions) -> tuple[TaskManager, list[Any]]:
     """Return a task manager, and the names or paths of the tasks in `options`.
 
-    The harness's own tasks are listed only if `include_path` does not contain all tasks, because
+    The harness's own tasks are listed only if a named task is not in `include_path`, because
     listing them takes long.
 
     Raises:

@@ -29,7 +29,7 @@ def bundle(terms: Iterable[str]) -> str:
     """Return the source of the file that defines the model and the positional embeddings `terms`.
 
     Args:
-        terms: Names of positional embeddings, without combinations.
+        terms: The names of single positional embeddings, not of combinations.
     """
     terms = sorted(set(terms))
     modules = {name: f"{positional.__name__}.{name}" for name in terms}
@@ -45,7 +45,7 @@ def bundle(terms: Iterable[str]) -> str:
 
 
 def _add(module: str, order: list[str]) -> None:
-    """Append the modules of this project that `module` imports to `order`, and then `module`.
+    """Append to `order` this project's modules that `module` imports, and then `module` itself.
 
     `megatron.positional` is left out, because `_LOAD` replaces its functions.
     """

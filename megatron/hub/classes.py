@@ -6,8 +6,8 @@
 | Llama | `rmsnorm` with epsilon inside the root (`rmsnorm_fusion: true`), a gate in the MLP |
 | Mistral | the same with a sliding window, without biases |
 
-All have rotary embeddings. The module `weights` defines the names of their weights, and the module
-`keys` the entries of their config.json.
+All three have rotary embeddings. The module `weights` converts their weights, and the module
+`config_keys` translates the entries of their config.json.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ class HubClass:
         model_type: The value of `model_type` in config.json.
         activations: Maps values of `hidden_act` to values of our `activation`.
         defaults: The values of entries that a config.json may leave out.
-        modules: Maps names of our modules to their names. Modules whose names are equal are left
-            out.
-        layers: The prefix of the layers' names.
+        modules: Maps names of our modules to the names of their equivalents in transformers.
+            Modules that have the same name there are left out.
+        layers: The prefix of the names of the layers in transformers.
     """
 
     name: str
@@ -92,7 +92,7 @@ CLASSES = (NEOX, LLAMA, MISTRAL)
 
 
 def class_of(found: Mapping[str, Any]) -> HubClass:
-    """Return the class that a config.json names.
+    """Return the class that a config.json with the content `found` names.
 
     Raises:
         HubError: The config.json names a class that is not in `CLASSES`.

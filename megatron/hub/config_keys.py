@@ -19,7 +19,7 @@ from megatron.engine.errors import HubError
 from megatron.hub.classes import LLAMA, MISTRAL, NEOX, TANH, HubClass, class_of
 
 OWN_KEYS, OWN_CLASS = "kerple_neox", "KerpleForCausalLM"
-"""The entry of config.json that holds our own keys, and the class of exports with code."""
+"""The entry of config.json that holds our config keys; the name of the class that we export."""
 _FILELESS = ("ByteLevelTokenizer", "CharLevelTokenizer")
 _MODEL_KEYS = [key for key in ModelConfig.model_fields if key != "attention_backend"]
 _SIZES = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads")
@@ -114,7 +114,7 @@ def _rotary(given: Mapping[str, Any], kind: HubClass) -> tuple[dict[str, Any], A
 
 
 def _yarn(scaling: dict[str, Any]) -> None:
-    """Replace the entries of YaRN that our `rope_scaling` does not have, in place.
+    """Replace in `scaling` the entries of YaRN that do not exist in our `rope_scaling`.
 
     `mscale` and `mscale_all_dim` become one `attention_factor`. `truncate` is removed.
 
@@ -134,7 +134,7 @@ def _yarn(scaling: dict[str, Any]) -> None:
 
 
 def misfits(config: Config) -> list[str]:
-    """Return why no class in `CLASSES` can compute the config's model; [] if one can."""
+    """Return why no class in `CLASSES` can compute the config's model; [] if some class can."""
     m, windows = config.model, _windows(config)
     found = {
         f"pos_emb: {m.pos_emb}": set(values_of(m.pos_emb)) != {"rotary"},
@@ -175,8 +175,8 @@ def _windows(config: Config) -> set[int | None]:
 def hub_config(config: Config) -> tuple[HubClass, dict[str, Any]]:
     """Return the class that computes the config's model, and the content of its config.json.
 
-    The entries of rotary angles have both their names in transformers 5 and those in transformers
-    4. Call this function only if `misfits` returns [].
+    The settings of rotary angles are written twice: under their names in transformers 5, and under
+    their names in transformers 4. Call this function only if `misfits` returns [].
     """
     m, windows = config.model, _windows(config)
     kind = LLAMA if windows == {None} else MISTRAL

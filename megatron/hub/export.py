@@ -32,7 +32,7 @@ from megatron.parallel.rng import named_generator
 CODE = "modeling_kerple"
 """The name of the Python file of an export, without its ending."""
 TOLERANCE = {torch.float32: 1e-4, torch.float64: 1e-9}
-"""The largest difference of logits, by the dtype in which they are compared."""
+"""The largest accepted difference of logits, by the dtype in which logits are compared."""
 _SHARD = "5GB"
 _SAME = ("hidden_size", "norm_eps", "qk_norm", "activation", "tanh_gelu", "attention_bias")
 _SAME += ("mlp_bias", "gpt_j_residual", "rotary_ndims", "rotary_base")

@@ -1,6 +1,6 @@
 """Define the configuration and the layers of an exported model (see `modeling_kerple`).
 
-The weights have the names of those of `megatron.model.GPT`. Norms, activations, heads and attention
+The weights have the same names as in `megatron.model.GPT`. Norms, activations, heads and attention
 (the backend `eager`) have the same formulas. Dropout is left out.
 
 Legend: B texts, T new tokens, S all tokens (cached ones and new ones), D hidden size, H heads, K

@@ -124,7 +124,7 @@ class KerpleForCausalLM(PreTrainedModel, GenerationMixin):
             inputs_embeds: The vectors of the new tokens, [B, T, D], in place of `input_ids`.
             labels: The new tokens, or -100 for tokens without a loss, [B, T].
             use_cache: Whether to return a cache. None takes the config's value.
-            logits_to_keep: For how many of the last tokens to return logits. 0: for all.
+            logits_to_keep: The number of last tokens whose logits are returned. 0: all.
         """
         x_BTD = inputs_embeds
         if x_BTD is None:

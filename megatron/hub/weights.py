@@ -1,9 +1,9 @@
 """Convert our weights to the names and tensors of transformers, and back.
 
-A tensor of ours is one tensor in transformers, or several parts. Our tensor then holds, for each
-key head, some rows of each part. (Legend: K key heads, D hidden size.)
+Most of our tensors are single tensors in transformers, too. Llama and Mistral store two of our
+tensors in several parts. (Legend: K key heads, D hidden size.)
 
-    query_key_value    [K, (q ... q | k | v), D]    q_proj, k_proj, v_proj; GPTNeoX has ours
+    query_key_value    [K, (q ... q | k | v), D]    q_proj, k_proj, v_proj
     dense_h_to_4h      [1, (value | gate), D]       up_proj, gate_proj
 """
 
@@ -32,7 +32,7 @@ class Parts:
 
     Attributes:
         names: The names of the parts.
-        heads: The number of heads into which the rows are divided: the key heads, or 1.
+        heads: The number of heads into which the rows are divided: the number of key heads, or 1.
         rows: The number of rows of each part per head.
         columns: The sizes of the other dimensions.
     """

@@ -19,7 +19,7 @@ def first_lines(
     """Return the first lines of a job's log. Every rank must call this function.
 
     Args:
-        step: The number of steps that were taken before.
+        step: The number of optimizer steps taken before this job.
     """
     shared = f", {groups.context.size} share a sequence" if groups.context.size > 1 else ""
     choices = {"optimizer": optimizer_of(c)[1], "norm": apex_norm(model.shape.block)[1]}

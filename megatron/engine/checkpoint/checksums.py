@@ -31,7 +31,7 @@ READ_BYTES = 1 << 24
 
 
 def sealed(record: dict[str, Any]) -> str:
-    """Return `record` as JSON text, with an added entry `checksum`: the CRC-32 of the others."""
+    """Return `record` as JSON text with a new entry `checksum`, the CRC-32 of the other entries."""
     return json.dumps(record | {"checksum": _seal(record)}, indent=1)
 
 
@@ -49,8 +49,7 @@ def write_record(folder: Path, record: Mapping[str, Any], files: Mapping[str, li
 def describe_files(folder: Path, groups: Groups) -> dict[str, list[int]]:
     """Return a dict from each file's path in `folder` to [size in bytes, CRC-32].
 
-    The file `kerple.json` itself is left out.
-    Every rank must call this function.
+    The file `kerple.json` itself is left out. Every rank must call this function.
     """
     files = (path for path in folder.rglob("*") if path.is_file())
     listed = [each for path in files if (each := path.relative_to(folder).as_posix()) != RECORD]
@@ -69,7 +68,8 @@ def damage(folder: Path, groups: Groups, skipped: str = "") -> str | None:
 
     Args:
         folder: The folder of one checkpoint.
-        skipped: A pattern; files whose names match it are not read.
+        skipped: A pattern of file names, such as `*optim_states.pt`. Files that match it are not
+            checked.
     """
     problem = _damage_seen_by(folder, groups.rank, groups.world_size, skipped)
     return min((found for found in groups.gather_from_job(problem) if found), default=None)

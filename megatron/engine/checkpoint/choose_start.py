@@ -11,7 +11,8 @@
 `load` names either a checkpoint or a run folder. In a run folder, the file `latest` names the
 checkpoint.
 
-With `finetune: true`, if the folder `save` holds a checkpoint, the job resumes from it instead.
+If `finetune: true` is set and the folder `save` holds a checkpoint, the job ignores `load` and
+resumes from the checkpoint in `save`.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ The files that contain the weights depend on the ZeRO stage, and on whether the 
 In their names, TT is the tensor-parallel rank, D the data-parallel rank and LL the layer:
 
     ZeRO 0, 1, 2   mp_rank_TT_model_states.pt, entry "module": the weights of rank TT
-    pipeline       layer_LL-model_TT-model_states.pt: the layer's weights, by name in the layer
+    pipeline       layer_LL-model_TT-model_states.pt: the weights of layer LL on rank TT
     ZeRO 3         zero_pp_rank_D_mp_rank_TT_*_states.pt: flat fp32 partitions
 
 `cuts` in `kerple.json` names the sharded weights and the sharded dimension of each.
@@ -98,8 +98,8 @@ def _read_layers(checkpoint: Path, layers: Sequence[str], rank: int) -> Weights:
 def _read_stage3(checkpoint: Path, rank: int) -> Weights:
     """Read the ZeRO-3 weights of one tensor-parallel rank with DeepSpeed's converter.
 
-    The converter reads all files of a folder, so it gets a folder of links to the files of one
-    rank. The converter's console output is discarded, but not its exceptions.
+    The converter reads all files of a folder. It therefore gets a folder with links to the files of
+    this one rank. The converter's console output is discarded, but not its exceptions.
     """
     from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 

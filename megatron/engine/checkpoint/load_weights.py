@@ -1,4 +1,4 @@
-"""Copy the weights of a checkpoint of any origin (`saved.Kind`) into a model."""
+"""Copy the weights of a checkpoint of any origin (`saved_checkpoints.Kind`) into a model."""
 
 from __future__ import annotations
 
@@ -35,9 +35,9 @@ def load_weights(
     its bounds, because values in checkpoints of the released KERPLE code may exceed them.
 
     Args:
-        run: The description of this run. `run.model` must be equal to the checkpoint's description
-            of its model. None skips this check, and so does a published checkpoint, which has no
-            description.
+        run: The description of this run. If the checkpoint describes its model, that description
+            must be equal to `run.model`. (A published checkpoint has no description.) If `run` is
+            None, descriptions are not compared.
         groups: The job's process groups. They are required if the model is sharded, and every rank
             must then call this function.
 

@@ -1,4 +1,4 @@
-"""Remove old checkpoints of a run (`keep_last_n_checkpoints`), and keep those of other runs."""
+"""Remove old checkpoints of a run (`keep_last_n_checkpoints`); set those of other runs aside."""
 
 from __future__ import annotations
 
@@ -35,9 +35,9 @@ def prune(newest: Saved, keep_last: int | None, lineage: str, confirm: Confirm =
     """Remove old checkpoints: keep `newest` and the `keep_last` - 1 checkpoints before it.
 
     Checkpoints of later steps than `newest` are neither counted nor removed. They exist if the run
-    went back to an earlier step, for example because later checkpoints were damaged. Three other
-    kinds are not removed: checkpoints of other runs, damaged checkpoints, and published (GPT-NeoX)
-    ones.
+    went back to an earlier step, for example because later checkpoints were damaged. Checkpoints of
+    other runs, checkpoints whose `kerple.json` cannot be read, and published (GPT-NeoX) checkpoints
+    are never removed.
 
     Args:
         keep_last: The number of checkpoints to keep; None or 0 keeps all.

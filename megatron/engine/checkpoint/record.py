@@ -72,10 +72,12 @@ class TrainingProgress:
         step: The number of optimizer steps taken.
         consumed_samples: The number of training samples read.
         train_samples: The number of samples for which the index of training samples was built when
-            the run began. It determines the order of the samples, so a resumed run keeps it.
+            the run began. The order of the samples depends on this number, so a resumed run keeps
+            the number.
         interval: The state of the training loop, as JSON values. It holds the sums of the losses
-            since the last log line (`Meter.state`) and the average loss (`LossGuard.state`). If the
-            run ended before the validation that was due after `step`, it holds `owes_validation`.
+            since the last log line (`Meter.state`) and the average loss (`LossGuard.state`). It
+            also holds `owes_validation` if a validation was due after `step`, but the run ended
+            before it.
     """
 
     step: NonNegativeInt
@@ -89,8 +91,8 @@ class RunDescription:
     """The description of a run, as JSON values. Every checkpoint of the run records it.
 
     Attributes:
-        model: The result of `shape.identity_of`. It is equal for two models if each can load the
-            other's weights.
+        model: The result of `model_shape.identity_of`. It is equal for two models if each can load
+            the other's weights.
         data: The values that determine the order of the samples.
         layout: The degrees of parallelism, ZeRO stage, precision and optimizer.
         shapes: Maps each parameter's name to its unsharded shape.

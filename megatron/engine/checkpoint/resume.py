@@ -59,7 +59,7 @@ class Start:
         return self.saved.record.lineage if self.saved and self.resumes else uuid.uuid4().hex
 
     def load_weights(self, model: Model, run: RunDescription, groups: Groups) -> None:
-        """Load the weights into the model, unless `finish` will load them later."""
+        """Load the weights of `saved` into the model, unless `finish` will load them later."""
         if self.saved is not None and not self.resumes:
             notes = load_weights(model, self.saved, run, groups)
             self.text = "\n".join([self.text, *notes])
@@ -71,9 +71,9 @@ class Start:
         groups: Groups,
         run: RunDescription,
     ) -> TrainingProgress:
-        """Load the full training state if `resumes` is true; otherwise only set the step.
+        """Load the full training state of `saved` if `resumes` is true, and return `progress`.
 
-        The step is set in the engine and in the learning-rate schedule. The result is `progress`.
+        If `resumes` is false, only set the step in the engine and in the learning-rate schedule.
         Every rank must call this method.
         """
         step = self.progress.step

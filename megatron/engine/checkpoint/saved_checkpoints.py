@@ -1,4 +1,4 @@
-"""Read the checkpoints of a run folder (`Saved`): `newest` and `finished` return them.
+"""Find and read the checkpoints of a run folder. Each is an object of the class `Saved`.
 
     RUN/global_stepN/
         mp_rank_*.pt, layer_*.pt, *_optim_states.pt       DeepSpeed's files
@@ -48,11 +48,11 @@ ADVICE = {
         "start a new run from its weights"
     ),
 }
-"""Maps a field of `RunDescription` to advice for a run that differs from its checkpoint there."""
+"""Maps a field of `RunDescription` to advice for a user whose checkpoint differs in this field."""
 _ADDED: dict[str, Any] = {field.name: field.default for field in fields(BlockShape)}
 _ADDED |= {"theta_per_layer": False, "rope_scaling": {}}
-"""The values of entries that checkpoints of earlier versions lack, because they had no others. An
-entry without a value (`content`, and `tokenizer` of an import) is compared only if it exists."""
+"""Maps entries that checkpoints of earlier versions lack to the only values that these versions
+had. If `content`, or `tokenizer` of an import, is missing, it is not compared."""
 _NAMES = {"max_positions": "max_position_embeddings (rows of pos_emb learned)"}
 
 
@@ -122,7 +122,7 @@ class Saved:
     def imported_tensors(self) -> tuple[dict[str, Tensor], dict[str, list[Tensor]]]:
         """Return the dictionaries `buffers` and `shards` that an import from GPT-NeoX stored.
 
-        The class `Published` describes both. Both are empty if the checkpoint was not imported.
+        The class `Published` describes both. For other checkpoints, both are empty.
         """
         if self.kind is not Kind.IMPORTED or self.record.imported is None:
             return {}, {}
@@ -136,8 +136,8 @@ class Saved:
         None, because that format records neither sizes nor checksums.
 
         Args:
-            optimizer: Whether to check the optimizer's files, too. With ZeRO-3, they hold the
-                weights.
+            optimizer: Whether to check the optimizer's files, too. With ZeRO-3 these files hold the
+                weights, so they are always checked.
         """
         if is_published(self.path):
             return None
@@ -204,7 +204,8 @@ def require_newest(folder: Path) -> Saved:
     """Return the checkpoint that `folder/latest` names.
 
     Raises:
-        CheckpointError: `folder` has no checkpoints, or `newest` cannot find the one to return.
+        CheckpointError: `folder` has no checkpoints or is itself a checkpoint, or `latest` is
+            missing or names a checkpoint that does not exist.
     """
     saved = newest(folder)
     if saved is None:

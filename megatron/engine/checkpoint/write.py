@@ -75,8 +75,8 @@ def removed_if_it_fails(saved: Saved) -> Iterator[None]:
     """If the `with` block fails, remove the unfinished files of `saved` to free disk space.
 
     Raises:
-        CheckpointError: The block has raised an OSError or a RuntimeError, as torch's file writer
-            does.
+        CheckpointError: The block has raised an OSError or a RuntimeError. (torch's file writer
+            raises a RuntimeError if it cannot write.)
         FailedElsewhereError: This rank cannot write, because another rank has failed earlier and
             removed the files.
     """

@@ -21,7 +21,7 @@ Seen = TypeVar("Seen")
 LOCAL = ("data", "logging")
 """The sections of the config whose values may differ between machines, because they hold paths."""
 PATIENCE = 75
-"""The seconds to wait until one machine sees what another wrote to a network file system.
+"""The longest wait, in seconds, until a machine sees what another wrote to a network file system.
 
 NFS caches a folder for 60 seconds by default (its option `acdirmax`).
 """

@@ -25,11 +25,11 @@ USER_ERRORS = (UserError, AttentionError, PositionalError, OSError)
 def user_errors() -> Iterator[None]:
     """If the `with` block raises one of `USER_ERRORS`, print the error and exit with code 1.
 
-    Other errors are raised again. In a job of several processes, any error in the block ends all
-    processes (see `failure`).
+    Running out of memory has the same effect. Other errors are raised again. In a job of several
+    processes, any error in the block ends all processes (see `failure`).
 
     Raises:
-        SystemExit: The block has raised one of `USER_ERRORS`.
+        SystemExit: The block has raised one of `USER_ERRORS`, or has run out of memory.
     """
     try:
         yield

@@ -201,7 +201,7 @@ def _report(failure: Failure, lost: bool, causes: list[Failure]) -> None:
 
     Args:
         lost: Whether the failure is only a lost connection to another process.
-        causes: If another rank's failure caused this one, that failure is added to this list.
+        causes: If another rank's failure caused `failure`, the other failure is added to this list.
     """
     try:
         # A store that was killed with its launcher may accept a last connection and never answer.

@@ -5,9 +5,9 @@
 
 If a rank's process is stopped or its machine is cut off, its count no longer changes. If the link
 to the store's machine is cut, the store no longer answers. Each rank calls its `Hearing.tick` at
-regular intervals. It measures the silence of another rank as the number of these calls since the
-other rank's count has changed. So no rank compares the clocks of two machines, and time during
-which the whole job is suspended does not count as silence.
+regular intervals. The silence of another rank is measured in calls of `tick`: the number of calls
+since the other rank's count last changed. So no rank compares the clocks of two machines, and time
+during which the whole job is suspended does not count as silence.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from megatron.engine.job.store import connect
 PATIENCE = 5
 """After this many calls of `tick` without an answer of the store, `Hearing` connects again."""
 BUSY_INTERVAL = 0.05
-"""The seconds between two heartbeats while the ranks agree on where to leave (`preemption`)."""
+"""The seconds between two heartbeats while the ranks agree where to end early (`preemption`)."""
 HOST = socket.gethostname()
 
 
@@ -145,7 +145,7 @@ class Hearing:
         return Talk(self._ranks, max(1, int(self._bound / 20)), self._interval, self._exchange)
 
     def _compare(self, beats: list[bytes]) -> None:
-        """Update each rank's seconds of silence: 0 if its count in `beats` is new, else more."""
+        """Update the seconds of silence of each rank. A rank with a new count in `beats` gets 0."""
         for rank, beat in enumerate(beats):
             same = self._talk.reads and self._beats and beat == self._beats[rank]
             self._silence[rank] = self._silence[rank] + self._interval if same else 0.0

@@ -26,10 +26,10 @@ from megatron.engine.job import failure
 from megatron.parallel.groups import Groups, build_groups
 
 LONGEST_WAIT = 60
-"""The minutes that a rank waits in a collective, unless DEEPSPEED_TIMEOUT is set.
+"""A collective fails after this many minutes of waiting, unless DEEPSPEED_TIMEOUT is set.
 
-While rank 0 converts a large checkpoint or indexes a large text, the other ranks wait longer than
-DeepSpeed's default of 10 minutes. A rank's failure still ends the job at once (see `failure`).
+DeepSpeed's default of 10 minutes can be too short while rank 0 converts a large checkpoint or
+indexes a large text. A rank's failure still ends the job at once (see `failure`).
 """
 
 

@@ -12,7 +12,7 @@ Positions 1 and L+2 only transpose activations. Linear weights are [out, in]. A 
 bias or factor that depends only on the query-key distance. A tensor's N tensor-parallel shards are
 merged by one of these rules:
 
-    rows        concatenated on dimension 0: embedding, column-parallel layers, tensors by head
+    rows        concatenated on dimension 0: embedding, column-parallel layers, per-head tensors
     columns     concatenated on dimension 1: weights of row-parallel layers, T5's bias table
     halves      geglu's first layer: a shard is [value | gate], the whole is [values | gates]
     replicated  the same in every shard

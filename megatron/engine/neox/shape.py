@@ -1,4 +1,4 @@
-"""Describe what determines how published (GPT-NeoX) files store the tensors of a model."""
+"""Define the properties of a model that determine how published (GPT-NeoX) files store it."""
 
 from __future__ import annotations
 
@@ -22,15 +22,16 @@ class Shape:
 
     Attributes:
         num_layers: The number L of transformer blocks.
-        tied: Whether the output projection is the embedding's weight.
+        tied: Whether the output projection shares the embedding's weight.
         parts: The number N of tensor-parallel ranks.
         theta: GPT-NeoX's names of the positional embedding's learned tensors, in the order of the
             columns of this project's tensor theta; empty if there are none.
         geglu: Whether the MLP's activation has a gate, so that its first layer has two halves.
         summed_biases: Whether row-parallel biases are summed over the ranks (`gpt_j_residual`).
         row_output: Whether the output projection is row-parallel (`output_layer_parallelism: row`).
-        head: Whether gpt-neox since 2024 wrote the files. It names the MLP's layers `linear1` and
-            `linear2`, and has more options for a block than the published KERPLE code.
+        head: Whether a version of gpt-neox since 2024 wrote the files. These versions name the
+            MLP's layers `linear1` and `linear2`, and have more options for a block than the
+            published KERPLE code.
         group: The number of query heads that share a key head. If it is above 1, the rows of
             a published shard of `query_key_value` are all queries, then all keys, then all
             values.

@@ -23,7 +23,7 @@ from megatron.numerics import WIDE, Numerics
 from megatron.parallel.groups import Groups
 
 REDUCE_BUCKET_SIZE = 5 * 10**8
-"""DeepSpeed's default of `reduce_bucket_size`, in numbers."""
+"""DeepSpeed's default for `reduce_bucket_size`, the number of gradient elements in a bucket."""
 
 
 def job_engine(

@@ -8,8 +8,8 @@ g is the gradient of the matrix W. As Muon's author recommends (kellerjordan.git
 AdamW trains the embeddings, the output layer, norms and biases. The factor 0.2 sqrt(...) scales the
 update of a matrix to the size of an AdamW update (arXiv 2502.16982), so Muon and AdamW use the same
 learning rate and weight decay. The formulas are those of `torch.optim.Muon` with
-`adjust_lr_fn="match_rms_adamw"`. Unlike torch's class, this one accepts ZeRO's slices. On a CPU it
-computes in fp32, because bf16 products are many times slower on most CPUs.
+`adjust_lr_fn="match_rms_adamw"`. Unlike torch's class, `MuonWithAdamW` accepts ZeRO's slices. On a
+CPU it computes in fp32, because bf16 products are many times slower on most CPUs.
 
 Muon needs the whole momentum matrix to compute an update, because it makes this matrix orthogonal.
 But ZeRO-1 concatenates all matrices and gives each data-parallel rank one flat slice, which may

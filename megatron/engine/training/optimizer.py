@@ -29,8 +29,8 @@ APEX_ADAM = ("apex.optimizers", "FusedAdam", "amp_C")
 def optimizer_kind(name: str, precision: str, zero_stage: int) -> tuple[str, str]:
     """Return (kind of optimizer to build, remark for the log).
 
-    For `fusedadam`, build apex's FusedAdam if it can be used, otherwise torch's fused Adam. The
-    remark says which one is built. For other names the remark is "".
+    For `fusedadam`, the kind is apex's FusedAdam if it can be used, otherwise torch's fused Adam,
+    and the remark says which one. For other names, the kind is `name` and the remark is "".
 
     Args:
         name: The config's `optimizer.type`.

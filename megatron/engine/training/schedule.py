@@ -10,15 +10,15 @@ E = lr_decay_iters, n = min(step, E - W) and m = n - W:
     constant              start
 
 After the warm-up, the learning rate is at least min_lr. With the styles above, it is constant from
-step E - W on, so a cosine ends slightly above zero. The released KERPLE checkpoints were trained
-with this cosine.
+step E - W on. Because m / E is at most 1 - 2 W / E, the cosine ends slightly above zero. The
+released KERPLE checkpoints were trained with this cosine.
 
 With `wsd` (warm-up, stable, decay; arXiv 2404.06395), the learning rate is start until step
 (1 - R) E, with R = wsd_decay_ratio. Then it decays to min_lr, which it reaches at step E:
 
     wsd                   min_lr + (start - min_lr) c(r) with r = 1 - (E - step) / (R E)
 
-wsd_decay_style (with Megatron-LM's names) selects c(r). `cosine` is as in GPT-NeoX's PR 1375:
+wsd_decay_style (with Megatron-LM's names) selects c(r). `cosine` agrees with GPT-NeoX's PR 1375:
 
     cosine                (cos(pi r) + 1) / 2
     linear                1 - r
@@ -56,8 +56,8 @@ class Schedule:
             other decays end at step E - W.
         warmup_iter: The number W of warm-up steps. It may be fractional (0.01 of 150 steps is 1.5).
         decay_style: One of `STYLES`.
-        min_lr: The least learning rate after the warm-up.
-        wsd_decay_ratio: The fraction of `end_iter`, at its end, in which `wsd` decays.
+        min_lr: The minimum learning rate after the warm-up.
+        wsd_decay_ratio: The length of the decay of `wsd`, as a fraction of `end_iter`.
         wsd_decay_style: The curve of the decay with `wsd`, such as `cosine`.
     """
 

@@ -1,9 +1,9 @@
 """Clamp theta to its bounds during training, and read the optimizer's fp32 copy of theta.
 
 Theta [heads, columns] holds the positional embedding's trained parameters. `megatron.model.theta`
-describes how a model stores them. The optimizer updates an fp32 copy of theta, the master. After
-each optimizer step, this module clamps the master and the model's copy to the bounds. Each ZeRO
-stage stores the master in another place.
+describes how a model stores them. The optimizer updates an fp32 copy of theta, called the master.
+After each optimizer step, this module clamps the master and the model's copy to the bounds. The
+ZeRO stage determines where the master is stored.
 """
 
 from __future__ import annotations
@@ -32,13 +32,14 @@ class TrainedTheta:
     """Theta of the model that a DeepSpeed engine trains.
 
     Every method is a collective: all ranks of the pipeline stage must call it. Only the first stage
-    holds theta. On other stages the methods do nothing, and also if the embedding has no trained
-    parameters.
+    holds theta, and no stage does if the embedding has no trained parameters. On a rank without
+    theta, the methods do nothing.
 
     Attributes:
         engine: The engine that trains theta.
         parameters: The `theta_parts` of the engine's model. Empty on a rank without theta.
-        pos: The model's positional embedding. Its numerics decide whether the master is clamped.
+        pos: The model's positional embedding. If `pos.numerics.projects_master` is false, only the
+            model's copy of theta is clamped, not the master.
         groups: The job's process groups. Each tensor-parallel rank holds theta of its own heads.
     """
 
@@ -84,7 +85,7 @@ class TrainedTheta:
             self._projected.append(bounded_HN)
 
     def columns(self) -> dict[str, Tensor]:
-        """Return theta of all heads after the last call of `project`, as `named_theta` groups it.
+        """Return theta of all heads, as `project` last left it, in the form of `named_theta`.
 
         The dict is empty on a rank without theta, and before the first call of `project`.
         """

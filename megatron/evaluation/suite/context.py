@@ -8,15 +8,15 @@ from megatron.evaluation.suite.intervals import mean_of
 from megatron.evaluation.suite.measure import Measure, Row, Sample, Subject
 
 MARGIN = 0.01
-"""The part of the loss that counts as nothing when the receptive field is determined."""
+"""A context counts as enough if its loss is at most this fraction above the lowest loss."""
 NATS = "nats per token"
 
 
 def windowed_twin(sample: Sample, full_nT: np.ndarray, twin_nT: np.ndarray) -> Measure:
-    """Measure the gain over the windowed twin, on tokens beyond the training length.
+    """Measure the model's gain over its windowed twin, on tokens beyond the training length.
 
-    The twin is the same model, with every layer limited to a window of the training length.
-    (Information can still come from further away through several layers. The measure "receptive
+    The twin is the same model, but every layer sees only a window of the training length.
+    (Information from further away can still pass through several layers. The measure "receptive
     field" has no such leak.)
 
     Args:
@@ -45,8 +45,8 @@ def windowed_twin(sample: Sample, full_nT: np.ndarray, twin_nT: np.ndarray) -> M
 def far_swap(subject: Subject, sample: Sample, full_nT: np.ndarray) -> Measure:
     """Measure how the loss of the last tokens changes when the far text is replaced.
 
-    The last `tail` tokens of each sequence are scored. They keep the nearest text before them, of
-    the training length. The text further away is replaced by as much text of another document.
+    The last `tail` tokens of each sequence are scored. The text directly before them is kept, as
+    many tokens as the training length. All text before that is replaced by another document's.
     """
     title, name = "Far-swap", "far_swap"
     far = sample.longest + 1 - sample.tail - sample.train_length
@@ -67,9 +67,9 @@ def far_swap(subject: Subject, sample: Sample, full_nT: np.ndarray) -> Measure:
 
 
 def receptive_field(subject: Subject, sample: Sample, full_nT: np.ndarray) -> Measure:
-    """Measure the loss of the last tokens by the number c of tokens that are read before them.
+    """Measure the loss of the last tokens as a function of c, the number of tokens before them.
 
-    The model gets no other tokens, so the limit is exact at any number of layers. Up to c // 4
+    The model reads no other tokens, so the limit is exact at any number of layers. Up to c // 4
     neighbouring tokens are scored together, so each has a context of at least c and below 1.25 c.
     """
     losses: dict[int, np.ndarray] = {}

@@ -1,7 +1,8 @@
 """Estimate means with intervals. The unit is the document, not the token.
 
 Tokens of one document are not independent, so intervals come from a bootstrap over documents: BCa
-intervals of `scipy.stats.bootstrap` (Efron 1987). For documents d with total t_d over c_d tokens:
+intervals of `scipy.stats.bootstrap` (Efron 1987). If document d has c_d tokens, and t_d is the sum
+of a quantity (such as the loss) over these tokens, the mean is
 
     value = sum_d t_d / sum_d c_d
 """
@@ -35,7 +36,7 @@ class Estimate:
 
     @property
     def excludes_zero(self) -> bool:
-        """Whether a difference is shown: its interval excludes 0, and it is more than rounding."""
+        """Whether the interval excludes 0, and the value is too large for a rounding error."""
         return (self.low > 0 or self.high < 0) and abs(self.value) >= ROUNDING
 
     @property
@@ -87,7 +88,7 @@ def estimate(totals: np.ndarray, counts: np.ndarray, documents: np.ndarray) -> E
 
 
 def mean_of(losses_nT: np.ndarray, documents: np.ndarray) -> Estimate:
-    """Return the mean of all numbers, with its interval over documents.
+    """Return the mean of all numbers in `losses_nT`, with its interval over documents.
 
     Args:
         losses_nT: [n, T], T numbers for each of n sequences, such as the losses of its tokens.

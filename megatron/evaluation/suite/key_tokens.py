@@ -9,7 +9,7 @@ from megatron.evaluation.suite.measure import Measure, Row, Sample
 from megatron.readable_numbers import told_apart
 
 KEY_GAIN = 2.0
-"""A key token's loss falls by more nats than this through the long context (2410.23771)."""
+"""A key token's loss falls by more nats than this through long context (arXiv 2410.23771)."""
 KEY_LOSS = 2.0
 """A key token's loss with the long context is below this many nats."""
 
@@ -26,8 +26,8 @@ def key_tokens(
 
     Args:
         full_nT, twin_nT: The losses of the model and of its windowed twin.
-        gain_nT: The amount by which the judge's loss of each token falls; -inf where the loss with
-            the full context is above `KEY_LOSS`.
+        gain_nT: The amount by which the long context lowers the judge's loss of each token; -inf
+            where the judge's loss with the full context is above `KEY_LOSS`.
         judge: A text for the report that names the judge.
     """
     name, title, unit = "key_tokens", "Key-token perplexity", "perplexity"

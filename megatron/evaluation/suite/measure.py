@@ -59,10 +59,11 @@ class Sample:
     """The text that the suite reads.
 
     Attributes:
-        sequences_nT: int64 [n, longest + 1], sequences. Each is part of a single document.
+        sequences_nT: The tokens of n sequences, int64 [n, longest + 1]. Each sequence is part of a
+            single document.
         documents: [n], the document of each sequence, in ascending order.
         train_length: The length at which the model was trained.
-        lengths: The lengths at which it is measured, in ascending order.
+        lengths: The lengths at which the model is measured, in ascending order.
         tokens: The approximate number of tokens that a measure reads for each of its results.
     """
 

@@ -18,10 +18,10 @@ from megatron.evaluation.suite.measure import Measure, Row, Sample, Subject
 from megatron.readable_numbers import told_apart
 
 DEPTHS = (0.0, 0.5, 0.9)
-"""Where a needle is hidden: the part of the text that comes before it."""
+"""The places where a needle is hidden, as the fraction of the text that comes before the needle."""
 NATS = "nats per token"
 NOTICEABLE = 0.05
-"""The smallest gain, in nats per token, that the sentences report as one."""
+"""The smallest gain, in nats per token, that the report's sentences call a gain."""
 
 
 @dataclass(frozen=True)
@@ -35,15 +35,16 @@ class Needle:
 
 DrawNeedle = Callable[[np.random.Generator, np.ndarray | None], Needle]
 """A function that draws a random needle. Its second argument is the cue to use, or None for a
-random cue. A needle whose cue is fixed ignores it."""
+random cue. A function whose needles all have the same cue ignores this argument."""
 
 
 def induction(subject: Subject, sample: Sample) -> Measure:
-    """Measure how much better random tokens are predicted when they repeat those d tokens earlier.
+    """Measure how much better d random tokens are predicted when they occur for the second time.
 
-    A model reads d random tokens twice. The second copy is scored without its first token. In the
-    control, d other random tokens precede the second copy, so that its position is the same. The
-    table also has the difference to the first copy, which has a shorter context.
+    A model reads the d tokens twice. The second copy is scored without its first token. In the
+    control, d other random tokens take the place of the first copy, so that the second copy has the
+    same position. The table also has the mean loss of the second copy minus that of the first copy,
+    which has a shorter context.
     """
     rng, rows, distance = np.random.default_rng(1), [], 8
     while 2 * distance <= sample.longest:
@@ -124,7 +125,7 @@ def _retrieval(
 def _cell(
     subject: Subject, sample: Sample, length: int, depth: float, draw: DrawNeedle
 ) -> Row | None:
-    """Measure one length and depth; return None if needle and question exceed half the length."""
+    """Measure one length and depth. Return None if needle and question exceed half the text."""
     rng, count = np.random.default_rng(2), max(8, sample.tokens // (4 * length))
     spread = np.unique(np.linspace(0, len(sample.documents) - 1, count).astype(int))
     texts, documents = sample.sequences_nT[spread, : length + 1], sample.documents[spread]
@@ -160,7 +161,7 @@ def _size(needle: Needle) -> int:
 def _with_needle(
     text: np.ndarray, needle: Needle, depth: float, question: np.ndarray
 ) -> np.ndarray:
-    """Return the text with needle and question in place of its last tokens, in the same size.
+    """Return a text of the same size, in which needle and question replace the last tokens.
 
     The question is at the end. The needle is at `depth`: 0 is the start of the text, 1 is just
     before the question.
