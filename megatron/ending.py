@@ -32,10 +32,10 @@ def register(end_job: EndJob) -> None:
 
 
 def end_job_of_this_process(text: str, *, code: int, ends_all: bool = False) -> None:
-    """Print `text` and end all processes of the job. Do nothing if this process has no job.
+    """Print `text` and end all processes of the job.
 
-    A process belongs to a job if a launcher such as torchrun started it as one of several. Also do
-    nothing if `register` was not called.
+    Do nothing if this process has no job, or if `register` was not called. A process belongs to a
+    job if a launcher such as torchrun started it as one of several.
     """
     if _end_job and is_member():
         _end_job[0](text, code=code, ends_all=ends_all)

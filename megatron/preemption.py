@@ -249,7 +249,7 @@ def _ranks() -> int:
 
 
 def _nothing(_number: int, _frame: Any) -> None:
-    """Handle a signal by doing nothing, because a thread reads it from a pipe.
+    """Handle a signal by doing nothing. A thread reads the signal from a pipe instead.
 
     Python writes a signal to the pipe (`signal.set_wakeup_fd`) only if the signal has a handler.
     """

@@ -30,7 +30,7 @@ from megatron.attention.tiles import QueryTile
 
 
 class Decay:
-    """The decay of one call, and its gradient `grad_NS`, summed over the tiles so far.
+    """The decay of one call. `grad_NS` is the decay's gradient, summed over the tiles so far.
 
     Args:
         c_BHS: The decay of each position.
@@ -56,7 +56,7 @@ class Decay:
         return (c_mX - self.c_NS[tile.items, middle, None]).to(self.dtype)
 
     def add_gradient(self, tile: QueryTile, ds_mRn: Tensor) -> None:
-        """Add to `grad_NS` what the gradients dS of a tile's scores contribute."""
+        """Add one tile's part of the gradient to `grad_NS`, given the gradient dS of the scores."""
         self.grad_NS[tile.items, tile.seen] -= ds_mRn.sum(1)
 
 

@@ -16,7 +16,7 @@ from megatron.positional import PositionalEmbedding
 
 
 class RowBias:
-    """The bias of one call, and theta's gradient `grad_HN`, summed over the tiles so far.
+    """The bias of one call. `grad_HN` is theta's gradient, summed over the tiles so far.
 
     Args:
         theta_HN: The parameters of the distance kernel.

@@ -187,11 +187,11 @@ class Terms:
 
         In each row, the gradient ds of the null key's logit is -p delta, where p is the softmax
         weight of the null key (see `backward` for delta). The ds of all other keys add up to
-        p delta. The row adds this sum to the gradient of the decay at the row's position.
+        p delta. This sum is added to the gradient of the decay at the row's position.
 
         Args:
             ddecay_BHS: The gradient of the decay at the positions of keys. The gradient at the
-                positions of rows is added to it in place.
+                positions of rows is added to this tensor in place.
         """
         if self.sink_H is None:
             return None, ddecay_BHS

@@ -95,7 +95,7 @@ def ends_of(seen, MASKED: tl.constexpr):
     """Return the begin and the end of a loop over the tiles that need a mask, or that need none.
 
     With MASKED, the loop visits two groups of tiles: those from `begin` to `lead`, and those from
-    `past` to `last`. n starts at past - (lead - begin), and `key_tile_at` maps n to a tile.
+    `past` to `last`. The loop variable starts at past - (lead - begin). See `key_tile_at`.
     """
     if MASKED:
         return seen.past - (seen.lead - seen.begin), seen.last

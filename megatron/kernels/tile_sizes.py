@@ -54,7 +54,7 @@ class Needs(NamedTuple):
         heavy: Whether the distance kernel has a factor w, a table, a layer of hidden units, or more
             than two parameters.
         dropout: Whether there is dropout.
-        columns: The number of the distance kernel's parameters.
+        columns: The number of parameters of the distance kernel per head.
         terms: Whether there are documents, a window, a sink or a decay.
         layer: Whether the distance kernel has a layer of hidden units.
     """

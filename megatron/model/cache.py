@@ -80,7 +80,7 @@ class LayerCache:
         """Add the keys and values of new tokens, and return the tensors for their attention.
 
         Args:
-            decay_BHT: The forget gates' decay as a sum that starts at the first new token, or None.
+            decay_BHT: The forget gates' decay, summed from the first new token on, or None.
         """
         if decay_BHT is not None and self._count:
             decay_BHT = decay_BHT + self._buffers[2][:, :, self._count - 1, None]

@@ -89,7 +89,7 @@ def divided_theta(pos: PositionalEmbedding, theta_HN: Tensor) -> dict[str, Tenso
 
 
 def trained_theta(pos: PositionalEmbedding, parts: Sequence[Tensor]) -> Tensor:
-    """Return the trained columns of theta [heads, columns], in the order of the parameters.
+    """Return theta's trained columns [heads, columns], in the order of `pos.trained_parameters`.
 
     Args:
         parts: The stored tensors, in the order of `divided_theta` (the model's `theta_parts`).

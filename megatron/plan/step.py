@@ -33,7 +33,7 @@ class SilentGroup:
     """A stand-in for a process group. Its collectives do nothing, and `sent` counts their bytes.
 
     Attributes:
-        sent: The bytes that a rank has sent, if the collectives are ring algorithms.
+        sent: The bytes that a rank would have sent if the collectives were ring algorithms.
     """
 
     def __init__(self, size: int):
@@ -85,7 +85,7 @@ class Step:
 def measured_step(config: Config, vocab_size: int, stage: int, device_type: str = "cuda") -> Step:
     """Return the `Step` of one rank of the pipeline stage `stage`.
 
-    It is the first rank of its tensor- and context-parallel groups. `peak_of` describes the other
+    This rank is the first of its tensor- and context-parallel groups. `peak_of` describes the other
     arguments.
     """
     p, b, stages = config.parallel, config.batch, config.parallel.pipe_parallel_size

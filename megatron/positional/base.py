@@ -100,7 +100,7 @@ class PositionalEmbedding:
 
     @property
     def terms(self) -> tuple[PositionalEmbedding, ...]:
-        """The embeddings that a combination joins. Any other embedding has one term: itself."""
+        """The embeddings that a combination joins. Otherwise, the embedding itself."""
         return (self,)
 
     def has(self, kind: Kind) -> bool:

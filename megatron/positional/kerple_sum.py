@@ -25,8 +25,8 @@ from megatron.positional.base import (
 class KerpleSum(PositionalEmbedding):
     """Distance kernel of `logs` logarithms and `powers` powers for each head.
 
-    The initial values and bounds of each term are those of `kerple_log` and `kerple_power`. Each
-    term has parameters of its own.
+    Logarithms have the initial values and bounds of `kerple_log`, and powers have those of
+    `kerple_power`. Each term has parameters of its own.
 
     Args:
         logs: The number of logarithms.
