@@ -46,7 +46,7 @@ SAVING_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 """`start_ranks` passes these signals on to the ranks, which then save a checkpoint and end."""
 
 _launcher: list[Process] = []
-"""The processes from this one's parent up to its launcher, set by `join`."""
+"""This process's parent, the parent's parent and so on, up to the launcher. `join` sets it."""
 
 
 class LaunchError(Exception):
@@ -128,7 +128,7 @@ def join() -> None:
 
 
 def launcher_has_ended() -> bool:
-    """Return whether any process from this one's parent up to its launcher has ended."""
+    """Return whether the launcher, or a process between it and this process, has ended."""
     import psutil
 
     with contextlib.suppress(psutil.NoSuchProcess):
@@ -207,7 +207,9 @@ def _first_host(nodes: str) -> str:
 
 
 def _parents(mark: str) -> list[Process]:
-    """Return the processes from this one's parent up to its launcher; [] without a launcher.
+    """Return this process's parent, the parent's parent and so on, up to the launcher.
+
+    The list is empty if no launcher started this process.
 
     Args:
         mark: The name of an environment variable that the launcher sets in each task. A shell

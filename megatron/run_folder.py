@@ -37,7 +37,8 @@ class RunFolder:
         config, latest, metrics, wandb_id, extrapolation, baselines, accuracy, kernels: The paths of
             files in the folder (see the module docstring). Each file may be missing.
         suite: The folder of `evaluate.py --suite`.
-        results: The paths of two tables. A run that has measured its lengths has one of them.
+        results: The paths of the tables of perplexity and of accuracy by length. A run has at
+            most one of them.
     """
 
     def __init__(self, path: Path | str):

@@ -125,7 +125,7 @@ def walk(
 def _strips(
     rows: int, keys: int, starts: list[int], window: int
 ) -> list[tuple[slice, int, int, bool]]:
-    """Return the attributes `rows`, `first`, `keys` and `mixed` of the tiles of one head."""
+    """Return the tiles of one head, each as four attributes of `Tile`: rows, first, keys, mixed."""
     strips, r = [], 0
     while r < len(starts):
         end = min(r + rows, len(starts))

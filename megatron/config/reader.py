@@ -121,7 +121,7 @@ class _Document:
         return ConfigError([Problem(Mark(self.name, line), dotted(path), text)])
 
     def _read(self, node: yaml.MappingNode, path: KeyPath) -> None:
-        """Add the settings of the mapping at `path`."""
+        """Add the settings in the mapping `node`, which stands at the key path `path`."""
         first: dict[str, tuple[int, yaml.Node]] = {}
         for key, line, value in self._entries(node, path):
             here = (*path, key)

@@ -54,7 +54,7 @@ class LengthResult:
 
 
 def measured_with(config: Config, step: int) -> dict[str, Any]:
-    """Return the columns of a table of results that say what was measured.
+    """Return the columns that say what was measured, for a table of results.
 
     Args:
         step: The number of optimizer steps that the model was trained for.

@@ -48,7 +48,7 @@ class Parts:
             yield name, (self.heads * rows, *self.columns)
 
     def join(self, parts: list[Tensor]) -> Tensor:
-        """Return our tensor, joined from its parts."""
+        """Return this project's tensor, joined from the tensors of transformers."""
         if len(parts) == 1:
             return parts[0]
         grouped = [part.unflatten(0, (self.heads, -1)) for part in parts]

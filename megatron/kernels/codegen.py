@@ -241,9 +241,10 @@ class Writer:
 
 
 def power(exponent: sympy.Expr, base: str, reciprocal: str) -> str:
-    """Return the code of a power of the expression whose code is `base`.
+    """Return the code that raises an expression to the power `exponent`.
 
     Args:
+        base: The code of the expression.
         exponent: A nonzero integer, 1/2 or -1/2.
         reciprocal: The code of 1 / x, in which {} stands for x.
     """

@@ -73,7 +73,7 @@ def open_head(
 
 @triton.jit
 def seen_by(head, m0, first_ptr, high_ptr, low_ptr, position_ptr, M: tl.constexpr, N: tl.constexpr):
-    """Return the `KeyTiles` and the `RowTerms` of M rows from `m0` on."""
+    """Return the tiles of keys that the M rows from `m0` on see, and what their mask needs."""
     offset, queries = head.offset, head.queries
     last, past = tl.minimum(offset + m0 + M, offset + queries), (offset + m0 + 1) // N * N
     first, begin, lead, decay, at = (), 0, 0, (), 0

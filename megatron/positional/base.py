@@ -109,7 +109,7 @@ class PositionalEmbedding:
 
     @property
     def has_distances(self) -> bool:
-        """Whether the embedding depends on query-key distances, which `scaled` multiplies."""
+        """Whether the embedding depends on query-key distances, so that `scaled` can scale them."""
         return self.has("distance") or self.has("rotary")
 
     def of_layer(self, index: int) -> tuple[PositionalEmbedding, slice]:

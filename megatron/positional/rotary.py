@@ -47,7 +47,7 @@ def frequencies(dim: int, base: float, dtype: torch.dtype, device: torch.device 
 
 
 class Rotary(PositionalEmbedding):
-    """Rotary embedding. The model calls `rotate` before attention. There is no distance kernel.
+    """Rotary embedding. The model calls `rotate` before attention. The scores get no bias.
 
     Args:
         rope_type: `default` (no scaling), `linear`, `ntk`, `yarn` or `llama3`.

@@ -32,7 +32,7 @@ class Validation(Hook):
         return {"owes_validation": True} if self._owed else {}
 
     def begin(self, step: int) -> None:
-        """If the checkpoint owes the validation of its step, validate now.
+        """Validate now if the checkpoint was saved before the validation of its step.
 
         Raises:
             Leave: The job ends before the validation is complete.

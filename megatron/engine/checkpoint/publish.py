@@ -186,7 +186,7 @@ def remove_unfinished(folder: Path) -> list[str]:
 
 
 def why_not_written(folder: Path, error: Exception) -> str:
-    """Return a text with the reason why a write into `folder` failed, and its disk's free space."""
+    """Return why a write into `folder` failed, and how much space is free on the folder's disk."""
     why = str(error) or type(error).__name__
     if "inline_container" in why or "PytorchStreamWriter" in why:
         why = "a file could not be written to its end"  # torch reports only byte counts

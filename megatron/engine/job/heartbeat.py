@@ -91,11 +91,11 @@ class Hearing:
     """
 
     def __init__(self, bound: float, interval: float, exchange: Callable[[Store], bool]):
-        """Start a thread that exchanges heartbeats through the job's store.
+        """Start a thread that sends heartbeats through the job's store and watches those of others.
 
         Args:
             bound: The seconds of silence after which a rank counts as lost.
-            interval: The seconds between two calls of `tick`.
+            interval: The usual number of seconds between two heartbeats.
             exchange: A function that the thread calls with the store after each heartbeat. It
                 returns whether the next heartbeat should follow sooner than usual.
         """

@@ -63,7 +63,7 @@ def sole_writer(folder: Path, key: str = "save") -> Iterator[Confirm]:
     lost the lease. `folder` is created if it does not exist.
 
     Args:
-        key: The name by which the user chose the folder, for messages.
+        key: The setting that names the folder, such as `save`. Error messages contain it.
 
     Raises:
         CheckpointError: Another process holds the lease and is alive.

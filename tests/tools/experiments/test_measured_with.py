@@ -13,9 +13,9 @@ from megatron.config import load_config
 from megatron.evaluation.by_length import evaluate_checkpoint
 from megatron.version import fingerprint
 from tests.helpers.jobs import write_shards
-from tests.tools.test_experiment_statistics import grid as grid_of
-from tests.tools.test_experiment_statistics import results
-from tests.tools.test_sweep import write_grid
+from tests.tools.experiments.test_experiment_statistics import grid as grid_of
+from tests.tools.experiments.test_experiment_statistics import results
+from tests.tools.experiments.test_sweep import write_grid
 from tools import sweep, table
 from tools.experiments import runner
 from tools.experiments.claims import p_value, verdicts

@@ -11,7 +11,7 @@ import pytest
 
 from megatron.engine.job import lease
 from tests.helpers.jobs import rows
-from tests.tools.test_sweep import index, write_grid
+from tests.tools.experiments.test_sweep import index, write_grid
 from tools import sweep
 from tools.experiments import runner
 from tools.experiments.state import Record
