@@ -199,7 +199,7 @@ class Job:
         hooks: list[Hook] = [
             LossGuard(engine, groups, c.training, log),
             StepLog(c, engine, groups, self.theta, speed, log),
-            Validation(partial(self._validate, log), c.training.eval_interval, log),
+            Validation(partial(self._validate, log), log),
         ]
         saving = Saving(saver, start, loader, hooks[:])
         hooks += [saving, StepProfiler(c.logging, self.run_dir, log)]

@@ -12,7 +12,7 @@ from megatron.engine.training.hooks import Hook, Step
 
 
 class Validation(Hook):
-    """Logs the metrics of a validation every `interval` steps.
+    """Logs the metrics of the validations during training.
 
     If a job ends before a validation is complete, the checkpoint records that it owes this
     validation. The resumed run then validates before its first step.
@@ -22,8 +22,8 @@ class Validation(Hook):
             the job ends after a checkpoint.
     """
 
-    def __init__(self, measure: Callable[[int], dict[str, float]], interval: int, log: RunLog):
-        self._measure, self._interval, self._log = measure, interval, log
+    def __init__(self, measure: Callable[[int], dict[str, float]], log: RunLog):
+        self._measure, self._log = measure, log
 
     def load_state(self, state: Mapping[str, Any]) -> None:
         self._owed = is_owed(state)
@@ -42,7 +42,7 @@ class Validation(Hook):
             self._validate(step)
 
     def after_step(self, step: Step) -> None:
-        self._owed = step.number % self._interval == 0
+        self._owed = step.validates
         if self._owed and not step.leaves:
             try:
                 self._validate(step.number)

@@ -15,8 +15,8 @@ from megatron.pretraining.validation import Validation, is_owed
 
 
 def step(number, **values):
-    given = {"last": False, "leaves": False, "saves": False, "consumed_samples": 0} | values
-    return Step(number, 0.1, torch.zeros(()), None, batch_size=4, **given)
+    given = dict.fromkeys(("last", "leaves", "logs", "validates", "saves"), False) | values
+    return Step(number, 0.1, torch.zeros(()), None, consumed_samples=0, batch_size=4, **given)
 
 
 def leaves(number):
@@ -29,14 +29,14 @@ def rows(folder):
 
 def test_a_validation_that_a_signal_interrupts_is_owed_and_made_up(tmp_path):
     with RunLog(tmp_path, is_main=True) as log:
-        validation, now = Validation(leaves, 2, log), step(4)
+        validation, now = Validation(leaves, log), step(4, validates=True)
         validation.load_state({})
         validation.after_step(now)
     assert now.leaves and validation.state() == {"owes_validation": True}
     with RunLog(tmp_path, is_main=True, append=True, last_step=4) as log:
         log.metrics(4, {"validation/loss": 9.0})  # of a run that resumed before and was killed
         log.metrics(4, {"train/loss": 1.0})
-        resumed = Validation(lambda number: {"validation/loss": number / 8}, 2, log)
+        resumed = Validation(lambda number: {"validation/loss": number / 8}, log)
         resumed.load_state(validation.state())
         resumed.begin(4)
     assert not is_owed(resumed.state())
@@ -47,11 +47,11 @@ def test_a_validation_that_a_signal_interrupts_is_owed_and_made_up(tmp_path):
 
 
 def test_a_job_that_leaves_does_not_begin_its_validation():
-    validation, log = Validation(leaves, 2, RunLog(None, is_main=False)), []
+    validation, log = Validation(leaves, RunLog(None, is_main=False)), []
     validation.load_state({})
     validation.after_step(step(3))
     log.append(is_owed(validation.state()))
-    validation.after_step(step(4, leaves=True))
+    validation.after_step(step(4, validates=True, leaves=True))
     log.append(is_owed(validation.state()))
     assert log == [False, True]
 

@@ -4,6 +4,10 @@ A step is bad if its loss or the norm of its gradient is not finite, or if its l
 `loss_spike_threshold` nats above the average loss of the earlier good steps. In this average, each
 step has 0.9 times the weight of the next step.
 
+DeepSpeed drops an update itself if the gradient is not finite, and the host then knows this at
+once. In other cases, the norm of a gradient on a GPU is read only with the log lines and before
+checkpoints, so that the host need not wait for the GPU in each step.
+
 A skipped step changes no weights, no moments and no learning rate. Only the step counter advances.
 To skip a step, the loss of its last micro-batch is multiplied by NaN. DeepSpeed then finds on every
 rank, in every ZeRO stage, that the gradient is not finite, and skips the update as it does after an
@@ -56,6 +60,8 @@ class LossGuard(Hook):
         self._threshold = training.loss_spike_threshold
         self._skips = training.on_bad_loss == "skip"
         self._acts = training.on_bad_loss != "stop" or self._threshold is not None
+        self._scale_falls = training.precision == "fp16" and training.loss_scale == 0
+        self._unread, self._norm = 0, 0.0  # the steps not judged yet, and their norm
         self._average: float | None = None
         self._mean: float | None = None  # of the step in progress, over all ranks
         self._skipped = 0
@@ -75,10 +81,20 @@ class LossGuard(Hook):
         Raises:
             BadLossError: The step was bad, and the run does not skip bad steps.
         """
-        problem = self.judge(step.loss, step.norm) if self._acts else ""
+        applied, self._unread = self.engine.was_step_applied(), self._unread + 1
+        norm = step.norm if applied else math.inf
+        if norm is not None:
+            self._norm = (
+                norm + 0 * self._norm
+            )  # a norm that is not finite stays so until it is read
+        reads = self._acts or step.logs or step.may_save or self.groups.device.type == "cpu"
+        if applied and not reads:
+            return
+        problem, samples = self.judge(step.loss, self._norm), step.samples(self._unread)
+        self._unread, self._norm = 0, 0.0
         if not problem:
             return
-        text = f"{problem} at step {step.number}, {step.samples()}"
+        text = f"{problem} at step {step.number}, {samples}"
         if not self._skips:
             raise BadLossError(f"{text}; {ADVICE}")
         self.log.line(f"  {text}: its update is skipped")
@@ -96,12 +112,14 @@ class LossGuard(Hook):
         Raises:
             DivergedError: The run skips bad steps, and `MOST_SKIPPED` steps in a row were bad.
         """
+        finite = norm is None or self._scale_falls or math.isfinite(float(norm))
+        if finite and not self._acts:
+            return ""
         mean = self._over_ranks(loss) if self._mean is None else self._mean
         self._mean = None
         problem = self._problem(mean)
-        if not problem and norm is not None and not math.isfinite(float(norm)):
-            fp16 = self.engine.fp16_enabled()
-            problem = "" if fp16 else f"the norm of the gradient is {float(norm)}"
+        if not finite:
+            problem = problem or "the norm of the gradient is not finite"
         self._skipped = self._skipped + 1 if problem else 0
         if self._skips and self._skipped == MOST_SKIPPED:
             raise DivergedError(f"{problem}, after {MOST_SKIPPED - 1} skipped steps; {ADVICE}")
@@ -119,7 +137,7 @@ class LossGuard(Hook):
 
     def _problem(self, mean: float) -> str:
         if not math.isfinite(mean):
-            return "" if self.engine.fp16_enabled() else f"the loss is {mean}"
+            return "" if self._scale_falls else f"the loss is {mean}"
         average = math.inf if self._average is None else self._average
         if self._threshold is not None and mean > average + self._threshold:
             return f"the loss rose from {average:.4f} to {mean:.4f}"

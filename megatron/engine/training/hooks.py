@@ -31,6 +31,8 @@ class Step:
         batch_size: The number of samples in a step, of all ranks.
         last: Whether this is the step `train_iters`.
         leaves: Whether the job ends early, after this step. A hook may set this.
+        logs: Whether a log line is written after this step.
+        validates: Whether a validation follows this step.
         saves: Whether a checkpoint is written after this step.
         good: Whether the step's loss counts in averages. `LossGuard` sets this to false if it skips
             the step's update.
@@ -44,8 +46,15 @@ class Step:
     batch_size: int
     last: bool
     leaves: bool
+    logs: bool
+    validates: bool
     saves: bool
     good: bool = True
+
+    @property
+    def may_save(self) -> bool:
+        """Whether a checkpoint may follow. A job that must end during a validation saves one."""
+        return self.saves or self.validates
 
     def samples(self, steps: int = 1) -> str:
         """Return a text that names the samples of the last `steps` steps, this one included."""

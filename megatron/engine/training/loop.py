@@ -114,8 +114,8 @@ class TrainingLoop:
             first_step: The number of steps that were taken before.
 
         Raises:
-            BadLossError: The loss or a weight is not finite, or the loss is a spike that the run
-                does not skip. No checkpoint is written then.
+            BadLossError: The loss, the gradient or a weight is not finite, or the loss is a spike,
+                and the run does not skip such steps. No checkpoint is written then.
             DivergedError: Too many steps in a row were skipped.
             Leave: The job must end, before the resumed run has made up for a validation that the
                 checkpoint still owes.
@@ -141,7 +141,7 @@ class TrainingLoop:
                     return
 
     def _take_step(self, number: int, batches: TrainLoader) -> Step:
-        c, checkpoint = self.config, self.config.checkpoint
+        c, checkpoint, training = self.config, self.config.checkpoint, self.config.training
         lr = self.engine.get_lr()[0]
         accumulation = c.batch.gradient_accumulation_steps
         with explained_overflow(self.engine, number):
@@ -149,8 +149,8 @@ class TrainingLoop:
                 self.engine, batches, accumulation, self.groups, self.hooks, self.uncounted_after
             )
         self.theta.project()
-        self.log.progress(number, c.training.train_iters)
-        last, leaves = number == c.training.train_iters, preemption.due()
+        self.log.progress(number, training.train_iters)
+        last, leaves = number == training.train_iters, preemption.due()
         at_interval = bool(checkpoint.save_interval) and number % checkpoint.save_interval == 0
         asked = at_interval or number in checkpoint.extra_save_iters
         return Step(
@@ -162,6 +162,8 @@ class TrainingLoop:
             batch_size=c.batch.train_batch_size,
             last=last,
             leaves=leaves,
+            logs=last or number % training.log_interval == 0,
+            validates=number % training.eval_interval == 0,
             saves=last or leaves or asked or self._exits_after(number),
         )
 

@@ -66,13 +66,12 @@ class StepLog(Hook):
             self._meter.add(step.loss)
         if news := self._compilations.news():
             self.log.line(f"  step {step.number}: {news}")
-        logs = step.last or step.number % self.config.training.log_interval == 0
-        mean = self._finite_loss(step) if logs or step.saves else math.nan
+        mean = self._finite_loss(step) if step.logs or step.may_save else math.nan
         # The loss was computed before the update, so it does not show what the update did.
-        if step.saves and not all_finite(cast(nn.Module, self.engine.module), self.groups):
+        if step.may_save and not all_finite(cast(nn.Module, self.engine.module), self.groups):
             raise BadLossError(f"weights are no longer finite after step {step.number}; {ADVICE}")
         self._meter.seconds += time.monotonic() - self._start
-        if logs:
+        if step.logs:
             self._log(step, mean)
             self._meter.reset()
 
