@@ -15,6 +15,7 @@ from megatron.data.tasks.base import Task
 from megatron.data.tasks.samples import TaskSamples
 from megatron.engine.build import tokenizer_of
 from megatron.engine.open_text import open_text
+from megatron.engine.training.batches import Counting
 from megatron.parallel.groups import Groups
 
 
@@ -34,15 +35,19 @@ class JobData:
         identity: The values that determine the order and the text of the samples, as JSON values.
             Checkpoints record them.
         wanted: Maps each split's name to the number of samples that the run reads from it.
-        uncounted_after: The id of the end-of-document token if the config sets `eod_mask_loss`. A
-            target that follows this token does not count in the loss. None counts all targets.
+        counting: The targets that count in the loss, and whether each of them has the same weight.
+            Where all targets count, the mean over targets is the mean over micro-batches.
     """
 
     def __init__(self, config: Config, groups: Groups):
         self.config, self.groups = config, groups
         self.tokenizer = tokenizer_of(config)
-        self.uncounted_after = self.tokenizer.eod if config.training.eod_mask_loss else None
         self.text = open_text(config, self.tokenizer)
+        masks, some = config.training.eod_mask_loss, isinstance(self.text, Task)
+        self.counting = Counting(
+            uncounted_after=self.tokenizer.eod if masks else None,
+            per_token=config.training.calculate_per_token_loss and (masks or some),
+        )
         self.identity = self._identity()
         self.wanted = samples_of_run(config)
         self._held_out: dict[str, Samples | None] = {}

@@ -77,7 +77,7 @@ def held_out_loss(
     if loader is None:
         return None
     count = data.config.training.eval_iters * data.config.batch.gradient_accumulation_steps
-    return loss_of_batches(engine, loader, count, data.groups, data.uncounted_after)
+    return loss_of_batches(engine, loader, count, data.groups, data.counting)
 
 
 def log_final_losses(data: JobData, engine: Engine, log: RunLog) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from megatron.engine.job_data import JobData
 from megatron.engine.run_log.log import RunLog
 from megatron.engine.training.pipeline_engine import Engine, loss_of_batches
@@ -25,7 +27,8 @@ def log_published_losses(data: JobData, engine: Engine, log: RunLog, step: int) 
             log.line(f"{name}: the split holds no batch to evaluate")
             continue
         first = loader.consumed_samples
-        loss = loss_of_batches(engine, loader, count, data.groups, data.uncounted_after)
+        counting = replace(data.counting, per_token=False)
+        loss = loss_of_batches(engine, loader, count, data.groups, counting)
         short = f", all that are left of {wanted} batches" if count < wanted else ""
         sequences = count * loader.micro_batch * loader.dp_size
         text = (

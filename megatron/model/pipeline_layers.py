@@ -183,11 +183,15 @@ def pipeline_loss(plan: Plan) -> Callable[[torch.Tensor, torch.Tensor], torch.Te
     """Return the loss function with which the last pipeline stage ends.
 
     It maps (logits [B, T, V], targets [B, T]) to the mean loss, or under `torch.no_grad` to the
-    losses [B, T].
+    losses [B, T]. In place of the targets, it also takes the pair (targets, divisor), where the
+    divisor is that of `mean_loss`.
     """
     logits_tp = logits_group(plan)
 
-    def loss(logits_BTV: torch.Tensor, targets_BT: torch.Tensor) -> torch.Tensor:
+    def loss(
+        logits_BTV: torch.Tensor, labels: torch.Tensor | tuple[torch.Tensor, torch.Tensor]
+    ) -> torch.Tensor:
+        targets_BT, divisor = labels if isinstance(labels, tuple) else (labels, None)
         trains = torch.is_grad_enabled()
         losses_BT = losses_in_pieces(
             lambda logits: logits,  # they exist, but their fp32 copies are made in pieces
@@ -197,6 +201,6 @@ def pipeline_loss(plan: Plan) -> Callable[[torch.Tensor, torch.Tensor], torch.Te
             logits_tp,
             z_loss=plan.z_loss if trains else 0.0,
         )
-        return mean_loss(losses_BT, targets_BT) if trains else losses_BT
+        return mean_loss(losses_BT, targets_BT, divisor) if trains else losses_BT
 
     return loss

@@ -117,9 +117,17 @@ def token_losses(
     return losses_BT
 
 
-def mean_loss(losses_BT: torch.Tensor, targets_BT: torch.Tensor) -> torch.Tensor:
-    """Return the mean loss of all targets except `UNCOUNTED`, or 0 if all are `UNCOUNTED`."""
-    return losses_BT.sum() / (targets_BT != UNCOUNTED).sum().clamp(min=1)
+def mean_loss(
+    losses_BT: torch.Tensor, targets_BT: torch.Tensor, divisor: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Return the mean loss of all targets except `UNCOUNTED`, or 0 if all are `UNCOUNTED`.
+
+    Args:
+        divisor: The number by which the sum of the losses is divided, instead of the number of
+            targets that count here.
+    """
+    counted = (targets_BT != UNCOUNTED).sum().clamp(min=1) if divisor is None else divisor
+    return losses_BT.sum() / counted
 
 
 class _ShardedCrossEntropy(torch.autograd.Function):

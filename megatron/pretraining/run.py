@@ -203,8 +203,9 @@ class Job:
         ]
         saving = Saving(saver, start, loader, hooks[:])
         hooks += [saving, StepProfiler(c.logging, self.run_dir, log)]
-        uncounted = self.data.uncounted_after
-        loop = TrainingLoop(c, engine, groups, self.theta, log, hooks, start.interval, uncounted)
+        loop = TrainingLoop(
+            c, engine, groups, self.theta, log, hooks, start.interval, self.data.counting
+        )
         try:
             loop.run(loader, start.step)
         finally:

@@ -19,7 +19,7 @@ from tests.helpers.launch import run_ranks
 
 BASE = {
     "train_batch_size": 4,
-    "train_micro_batch_size_per_gpu": 2,  # in each layout, as eod_mask_loss averages over each
+    "train_micro_batch_size_per_gpu": 2,
     "train_iters": 4,
     "save_interval": 2,
     "eval_interval": 3,

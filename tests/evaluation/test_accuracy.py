@@ -86,7 +86,7 @@ def test_one_mistake_in_one_example_counts_once():
 
 def test_the_loss_mask_is_the_answers():
     samples = TaskSamples(COPY, 6, 12, 3, "train")
-    ((inputs, targets),) = next_batches(TrainLoader(samples, 6, 6), 1, GROUPS)
+    ((inputs, targets, _),) = next_batches(TrainLoader(samples, 6, 6), 1, GROUPS)
     for given, asked in zip(inputs.tolist(), targets.tolist(), strict=True):
         length = given.index(1)  # the id of "="
         assert asked == [UNCOUNTED] * length + given[:length] + [UNCOUNTED] * (12 - 2 * length)
@@ -109,7 +109,7 @@ def test_a_small_model_learns_to_copy(tmp_path):
     optimizer = torch.optim.Adam(model.parameters(), lr=4e-3, betas=(0.9, 0.98))
     loader, steps = TrainLoader(TaskSamples(task, 10**6, 8, 1, "train"), 64, 64), 200
     decay = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.0, steps)
-    for inputs, targets in next_batches(loader, steps, GROUPS):
+    for inputs, targets, _ in next_batches(loader, steps, GROUPS):
         mean_loss(model(inputs, targets), targets).backward()
         optimizer.step()
         optimizer.zero_grad()

@@ -85,6 +85,9 @@ class LrConfig(Section):
 class TrainingConfig(Section):
     train_iters: Count  # steps; 0: do not train, only evaluate
     eod_mask_loss: Flag = False  # the first token of a document does not count in the loss
+    # Megatron-LM's name: all targets that count have the same weight in the loss of a step; false,
+    # as in GPT-NeoX: all micro-batches have the same weight
+    calculate_per_token_loss: Flag = True
     # not in GPT-NeoX: factor of log(softmax's denominator)^2, added to the training loss
     z_loss: Amount = 0.0
     eval_interval: Positive = 1000  # steps between validations

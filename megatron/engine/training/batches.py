@@ -1,8 +1,9 @@
-"""Bring micro-batches to the device, as pairs of inputs and targets."""
+"""Bring micro-batches to the device, as inputs and targets, and count the targets of a step."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -11,24 +12,64 @@ from megatron.parallel.groups import Groups
 from megatron.parallel.loss import UNCOUNTED, inputs_and_targets
 
 
-def next_batches(
-    batches: Iterator[np.ndarray], count: int, groups: Groups, uncounted_after: int | None = None
-) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Yield the pair (inputs [B, T], targets [B, T]) of each of the next `count` micro-batches.
+@dataclass(frozen=True)
+class Counting:
+    """The targets that count in the loss, and what the sum of their losses is divided by.
 
-    No micro-batch is read in advance. So the samples read are always the samples used, which is
-    what a checkpoint counts. While a micro-batch is read, a GPU still works on the previous one.
+    Attributes:
+        uncounted_after: The id of a token. Targets that follow it are replaced by `UNCOUNTED`, so
+            that they do not count in the loss. None counts all targets.
+        per_token: Whether all targets of a step have the same weight. If false, all micro-batches
+            have the same weight, as in GPT-NeoX.
+    """
+
+    uncounted_after: int | None = None
+    per_token: bool = False
+
+    def pair(self, tokens_BS: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the inputs and the targets of sequences, both [B, S - 1]."""
+        inputs, targets = inputs_and_targets(tokens_BS)
+        if self.uncounted_after is not None:
+            targets = targets.masked_fill(inputs == self.uncounted_after, UNCOUNTED)
+        return inputs, targets
+
+    def divisor(self, arrays: Sequence[np.ndarray], groups: Groups) -> torch.Tensor:
+        """Return the mean number of targets that count in a micro-batch, over all ranks.
+
+        The engine averages the losses of the micro-batches. If the sum of each micro-batch's losses
+        is divided by this number, the average is the mean over the targets of the whole step.
+
+        Args:
+            arrays: This rank's micro-batches of one step.
+        """
+        pairs = (self.pair(torch.from_numpy(array)) for array in arrays)
+        counted = sum(int((targets != UNCOUNTED).sum()) for _, targets in pairs)
+        total = groups.sum_over_data(torch.full((), counted, device=groups.device).double())
+        return (total.clamp(min=1) / (len(arrays) * groups.data_size)).float()
+
+
+ALL_TARGETS = Counting()
+
+
+def next_batches(
+    batches: Iterator[np.ndarray], count: int, groups: Groups, counting: Counting = ALL_TARGETS
+) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]]:
+    """Yield (inputs [B, T], targets [B, T], divisor) of each of the next `count` micro-batches.
+
+    The divisor is that of `mean_loss`. To know it, all micro-batches are read before the first is
+    yielded. Without `per_token` it is None, and no micro-batch is read in advance: while one is
+    read, a GPU still works on the previous one.
 
     Args:
         batches: This rank's micro-batches of B sequences with T targets each, int64 [B, T + 1].
-        uncounted_after: The id of a token. Targets that follow it are replaced by `UNCOUNTED`, so
-            that they do not count in the loss. None counts all targets.
     """
-    for _ in range(count):
-        inputs, targets = inputs_and_targets(on_device(next(batches), groups.device))
-        if uncounted_after is not None:
-            targets = targets.masked_fill(inputs == uncounted_after, UNCOUNTED)
-        yield inputs, targets
+    arrays: Iterable[np.ndarray] = (next(batches) for _ in range(count))
+    divisor = None
+    if counting.per_token:
+        arrays = list(arrays)
+        divisor = counting.divisor(arrays, groups)
+    for array in arrays:
+        yield *counting.pair(on_device(array, groups.device)), divisor
 
 
 def on_device(array: np.ndarray, device: torch.device) -> torch.Tensor:

@@ -24,7 +24,7 @@ from megatron.config import Config
 from megatron.data.samples.loader import TrainLoader
 from megatron.engine.run_log.log import RunLog
 from megatron.engine.training.bad_loss import explained_overflow
-from megatron.engine.training.batches import next_batches
+from megatron.engine.training.batches import ALL_TARGETS, Counting, next_batches
 from megatron.engine.training.hooks import Hook, Step
 from megatron.engine.training.optimizer import gradient_norm, mark_sharded_gradients
 from megatron.engine.training.trained_theta import TrainedTheta
@@ -38,28 +38,30 @@ def train_step(
     accumulation: int,
     groups: Groups,
     hooks: Sequence[Hook] = (),
-    uncounted_after: int | None = None,
+    counting: Counting = ALL_TARGETS,
 ) -> tuple[torch.Tensor, float | torch.Tensor | None]:
     """Take one optimizer step, on the next `accumulation` micro-batches.
 
     Args:
         hooks: The hooks whose `changed_loss` may change the loss of the last micro-batch. In a
             pipeline, they are ignored.
-        uncounted_after: The id of a token; targets that follow it do not count in the loss.
+        counting: The targets that count in the loss.
 
     Returns:
-        This rank's mean loss (a 0-d tensor, not averaged over the data-parallel ranks), and the L2
-        norm of the gradient before clipping.
+        This rank's loss (a 0-d tensor; the mean over the data-parallel ranks is the loss of the
+        step), and the L2 norm of the gradient before clipping.
     """
-    pairs = next_batches(batches, accumulation, groups, uncounted_after)
+    micro_batches = next_batches(batches, accumulation, groups, counting)
     if isinstance(engine, PipelineEngine):
-        engine.train_batch(iter(list(pairs)))
+        # A pipeline's last stage gets the divisor beside the targets.
+        pairs = [(x, y if divisor is None else (y, divisor)) for x, y, divisor in micro_batches]
+        engine.train_batch(iter(pairs))
         return engine.dp_group_loss, engine.get_global_grad_norm()  # the same on every stage
     model = cast(nn.Module, engine.module)
     total = torch.zeros((), device=groups.device)
     norm = None
-    for inputs, targets in pairs:
-        loss = mean_loss(engine(inputs, targets), targets)
+    for inputs, targets, divisor in micro_batches:
+        loss = mean_loss(engine(inputs, targets), targets, divisor)
         total += loss.detach().float()
         if engine.is_gradient_accumulation_boundary():
             mean = total / accumulation
@@ -87,7 +89,7 @@ class TrainingLoop:
         hooks: The hooks, in the order in which they are called after a step.
         state: The state of the hooks, read from the checkpoint that the run resumes from (see
             `TrainingProgress.interval`). It is empty in a new run.
-        uncounted_after: The id of a token; targets that follow it do not count in the loss.
+        counting: The targets that count in the loss.
     """
 
     config: Config
@@ -97,7 +99,7 @@ class TrainingLoop:
     log: RunLog
     hooks: Sequence[Hook]
     state: InitVar[Mapping[str, Any]]
-    uncounted_after: int | None = None
+    counting: Counting = ALL_TARGETS
 
     def __post_init__(self, state: Mapping[str, Any]) -> None:
         for hook in self.hooks:
@@ -146,7 +148,7 @@ class TrainingLoop:
         accumulation = c.batch.gradient_accumulation_steps
         with explained_overflow(self.engine, number):
             loss, norm = train_step(
-                self.engine, batches, accumulation, self.groups, self.hooks, self.uncounted_after
+                self.engine, batches, accumulation, self.groups, self.hooks, self.counting
             )
         self.theta.project()
         self.log.progress(number, training.train_iters)

@@ -7,6 +7,7 @@ samples. Only the first stage uses the inputs, and only the last stage uses the 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import deepspeed
@@ -17,9 +18,9 @@ import torch.nn.functional as F
 from deepspeed.runtime.pipe.engine import PipelineEngine
 
 from megatron import preemption
-from megatron.engine.training.batches import next_batches
+from megatron.engine.training.batches import ALL_TARGETS, Counting, next_batches
 from megatron.parallel.groups import Groups
-from megatron.parallel.loss import mean_loss
+from megatron.parallel.loss import UNCOUNTED, mean_loss
 
 Engine = deepspeed.DeepSpeedEngine
 LossFn = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
@@ -74,22 +75,25 @@ def loss_of_batches(
     batches: Iterator[np.ndarray],
     count: int,
     groups: Groups,
-    uncounted_after: int | None = None,
+    counting: Counting = ALL_TARGETS,
 ) -> float:
     """Return the mean loss over the next `count` micro-batches of every data-parallel rank.
 
-    All micro-batches have the same weight, as in training. Every rank must call this function, and
-    every rank gets the same result.
+    All targets or all micro-batches have the same weight, as in training. Every rank must call this
+    function, and every rank gets the same result.
 
     Args:
         batches: This rank's micro-batches of B sequences with T targets, int64 [B, T + 1].
-        uncounted_after: The id of a token; targets that follow it do not count. None counts all.
+        counting: The targets that count in the loss.
     """
     engine.eval()
     loss_fn = loss_function(engine, groups)
-    total = torch.zeros((), device=groups.device)
-    for inputs, targets in next_batches(batches, count, groups, uncounted_after):
+    total, weights = torch.zeros((), device=groups.device), torch.zeros((), device=groups.device)
+    read_singly = replace(counting, per_token=False)
+    for inputs, targets, _ in next_batches(batches, count, groups, read_singly):
         preemption.safe_point()
-        total += mean_loss(loss_fn(inputs, targets), targets).float()
+        weight = (targets != UNCOUNTED).sum() if counting.per_token else 1
+        total += mean_loss(loss_fn(inputs, targets), targets).float() * weight
+        weights += weight
     engine.train()
-    return groups.sum_over_data(total).item() / (count * groups.data_size)
+    return groups.sum_over_data(total).item() / max(1, groups.sum_over_data(weights).item())

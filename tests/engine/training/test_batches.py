@@ -50,7 +50,7 @@ def test_a_gpu_gets_page_locked_memory_and_no_batch_is_read_before_its_turn(copi
     loader = TrainLoader(samples, global_batch=4, micro_batch=2)
     groups: Any = SimpleNamespace(device=torch.device("cuda"))
     for step in (1, 2):
-        for micro, (inputs, targets) in enumerate(next_batches(loader, 2, groups), 1):
+        for micro, (inputs, targets, _) in enumerate(next_batches(loader, 2, groups), 1):
             first = 4 * (step - 1) + 2 * (micro - 1)
             assert loader.consumed_samples == first + 2  # what a checkpoint would hold
             assert inputs.tolist() == targets.tolist() == [[first] * 3, [first + 1] * 3]
