@@ -1,12 +1,13 @@
 """Manage the random streams for initial values and for dropout.
 
 Initial values come from a generator that depends only on the seed and the parameter's name, so they
-do not depend on the parallel layout. Dropout masks come from torch's global generators. The state
-of these generators is saved in the checkpoint for each rank. Tensor-parallel ranks hold the same
-hidden states and must draw the same dropout masks for them, so their global generators must stay in
-the same state. Random numbers that should differ between these ranks come from a separate stream of
-each rank (`rank_dropout`). An example is the dropout of attention heads, because each rank has
-different heads.
+do not depend on the parallel layout. Dropout masks come from torch's global generators. Their seed
+is a hash of the run's seed and the rank's stream. (With the sum of both, rank 1 of one run would
+draw the masks of rank 0 of the run with the next seed.) The state of these generators is saved in
+the checkpoint for each rank. Tensor-parallel ranks hold the same hidden states and must draw the
+same dropout masks for them, so their global generators must stay in the same state. Random numbers
+that should differ between these ranks come from a separate stream of each rank (`rank_dropout`). An
+example is the dropout of attention heads, because each rank has different heads.
 """
 
 from __future__ import annotations
@@ -26,10 +27,15 @@ def named_generator(seed: int, name: str) -> torch.Generator:
     Callers draw the full tensor on the CPU and then slice it. Therefore the values depend neither
     on the device nor on tensor parallelism.
     """
-    digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
     generator = torch.Generator()
-    generator.manual_seed(int.from_bytes(digest[:8], "little") & (2**63 - 1))
+    generator.manual_seed(derived_seed(seed, name))
     return generator
+
+
+def derived_seed(seed: int, name: str) -> int:
+    """Return a seed of 63 bits, the hash of `seed` and `name`."""
+    digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
+    return int.from_bytes(digest[:8], "little") & (2**63 - 1)
 
 
 def rng_state() -> dict[str, torch.Tensor]:

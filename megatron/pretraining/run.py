@@ -46,6 +46,7 @@ from megatron.evaluation.published_losses import log_published_losses
 from megatron.files import write_text
 from megatron.model.embedding import scale_distances
 from megatron.parallel.groups import Groups
+from megatron.parallel.rng import derived_seed
 from megatron.pretraining.first_lines import first_lines
 from megatron.pretraining.saving import Saving, said_what_is_saved
 from megatron.pretraining.validation import Validation, is_owed
@@ -120,7 +121,7 @@ class Job:
         config, groups, tokenizer = self.config, self.groups, self.data.tokenizer
         # Each data- or context-parallel rank and each stage draws dropout from its own stream.
         stream = groups.pipe_rank * groups.replica_size + groups.replica_rank
-        torch.manual_seed(config.training.seed + stream)
+        torch.manual_seed(derived_seed(config.training.seed, f"dropout {stream}"))
         self.model = build_local_model(config, tokenizer.vocab_size, groups, tokenizer.eod)
         self.description = RunDescription(
             model=identity_of(config, self.model.shape, tokenizer),

@@ -8,7 +8,7 @@ from megatron.parallel import loss
 from megatron.parallel.collectives import gather_from
 from megatron.parallel.groups import build_groups
 from megatron.parallel.loss import token_losses
-from megatron.parallel.rng import named_generator, rng_state, set_rng_state
+from megatron.parallel.rng import derived_seed, named_generator, rng_state, set_rng_state
 from megatron.parallel.sharding import Sharding
 from tests.helpers.launch import run_ranks
 from tests.helpers.peak import peak_bytes
@@ -22,6 +22,11 @@ def test_a_named_stream_depends_on_seed_and_name_alone():
     assert torch.equal(first, again)
     assert not torch.equal(first, torch.randn(5, generator=named_generator(2, "layers.0.mlp")))
     assert not torch.equal(first, torch.randn(5, generator=named_generator(1, "layers.1.mlp")))
+
+
+def test_no_two_seeds_share_a_stream():
+    seeds = {derived_seed(seed, f"dropout {stream}") for seed in range(64) for stream in range(64)}
+    assert len(seeds) == 64 * 64 and max(seeds) < 2**63
 
 
 def test_rng_state_brings_dropout_back():

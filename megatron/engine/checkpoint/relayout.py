@@ -40,6 +40,7 @@ from megatron.engine.checkpoint.saved_checkpoints import Saved
 from megatron.engine.errors import CheckpointError
 from megatron.engine.safe_load import only_safe_loads, safe_load
 from megatron.parallel.groups import Groups
+from megatron.parallel.rng import derived_seed
 
 FREE = (
     "data_parallel_size",
@@ -229,7 +230,7 @@ def restore(
     groups.barrier()
     load(engine, scratch / saved.tag)
     # The random streams of the old ranks fit no new rank, so each rank starts a reproducible one.
-    torch.manual_seed(torch.initial_seed() + 1_000_003 * saved.step)
+    torch.manual_seed(derived_seed(torch.initial_seed(), f"step {saved.step}"))
     groups.barrier()
     if groups.is_main:
         shutil.rmtree(scratch)
