@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
+
 from megatron.config import Config
 from megatron.data.samples.base import Samples
 from megatron.data.samples.blend import BlendedDataset
@@ -69,6 +71,12 @@ class JobData:
                 for name, corpora in text.corpora.items()
             }
         return found
+
+    def document_lengths(self) -> list[tuple[np.ndarray, float]]:
+        """Return the lengths of the documents of each training corpus, and the corpus's weight."""
+        corpora = [] if isinstance(self.text, Task) else self.text.corpora["train"]
+        sizes = ((each.shards.sizes[slice(*each.documents)], each.weight) for each in corpora)
+        return [(lengths, weight) for lengths, weight in sizes if lengths.sum() > 0]
 
     def training(self, *, index_samples: int, consumed: int, least: int = 0) -> TrainLoader | None:
         """Return this rank's training batches, or None if the run reads no training sample.

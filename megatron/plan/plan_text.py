@@ -14,7 +14,7 @@ from megatron.engine.build import describe_attention, plan_of, tokenizer_of
 from megatron.engine.errors import StartError
 from megatron.engine.gpus import gpu_named
 from megatron.engine.model_shape import DTYPES
-from megatron.engine.training.speed import flops_per_token
+from megatron.engine.training.speed import flops_per_token, keys_per_query
 from megatron.model import GPT
 from megatron.plan.memory import peak_of
 from megatron.plan.step import Step
@@ -75,8 +75,10 @@ def plan_text(
     if sent := _table(sent_per_step(config, step)):
         lines += ["what this rank sends in a step, in GiB", *sent]
     rate = (gpu.rate32 if precision == "fp32" else gpu.rate16) * efficiency
-    flop = flops_per_token(plan.shape, config.model.seq_length)
+    flop = flops_per_token(plan.shape, keys_per_query(config))
     lines += [*_time_lines(config, flop, rate, price)]
+    if plan.documents is not None:
+        lines += ["each sequence counts as one document; shorter documents take less time"]
     return "\n".join(lines)
 
 

@@ -196,7 +196,7 @@ class Job:
     def _train_on(self, loader: TrainLoader, saver: Saver | None, log: RunLog) -> None:
         c, engine, groups, start = self.config, self.engine, self.groups, self.progress
         preemption.begin()
-        speed = speed_of(c, self.model.shape, groups)
+        speed = speed_of(c, self.model.shape, groups, self.data.document_lengths())
         hooks: list[Hook] = [
             LossGuard(engine, groups, c.training, log),
             StepLog(c, engine, groups, self.theta, speed, log),

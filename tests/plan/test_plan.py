@@ -1,6 +1,7 @@
 """Test the plan of a run: its memory against a real run's, its numbers and its messages."""
 
 import sys
+from functools import partial
 
 import pytest
 import torch
@@ -10,10 +11,10 @@ import train
 from megatron.attention.fused import functions_of
 from megatron.config import load_config
 from megatron.engine.build import plan_of
-from megatron.engine.gpus import gpu_of_device
+from megatron.engine.gpus import gpu_named, gpu_of_device
 from megatron.plan.live_tensors import LiveBytes
 from megatron.plan.memory import peak_of
-from megatron.plan.plan_text import sent_per_step
+from megatron.plan.plan_text import plan_text, sent_per_step
 from megatron.plan.step import measured_step
 from tests.helpers.jobs import BASE, run_job, write_shards
 from tests.helpers.launch import run_ranks
@@ -229,3 +230,26 @@ def test_mistakes(monkeypatch, capsys, arguments, message):
     with pytest.raises(SystemExit):
         run(monkeypatch, *arguments)
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("window", [None, 99])
+def test_time_and_cost_by_hand(window):
+    """Two layers of width 512, a vocabulary of 50,257 padded to 50,304, on 4 GPUs at 40%."""
+    given = ["num_layers=2", "hidden_size=512", "num_attention_heads=8", "seq_length=1000"]
+    given += [
+        "train_micro_batch_size_per_gpu=8",
+        "train_batch_size=32",
+        "train_iters=360000",
+        "bf16.enabled=true",
+        "pos_emb=kerple_log",
+    ]
+    given += [f"sliding_window_width={window}"] * (window is not None)
+    load = partial(load_config, [ROOT / "configs/paper/train.yml"], world_size=4)
+    text = plan_text(lambda *more: load([*given, *more]), "H100", 0.4, 2.0)
+    keys = 1000 if window is None else 100
+    flop = 6 * (2 * 12 * 512**2 + 50304 * 512) + 12 * 2 * 512 * keys
+    seconds = 32 * 1000 * flop / (4 * 0.4 * gpu_named("H100").rate16 * 1e12)
+    hours = 360000 * seconds / 3600
+    assert f"32,000 tokens and {32000 * flop:.3g} FLOP takes {seconds:.3g} s " in text
+    assert f"360,000 steps take {hours:,.1f} hours, {4 * hours:,.0f} GPU hours" in text
+    assert f"which cost {8 * hours:,.0f} at 2 for a GPU hour" in text

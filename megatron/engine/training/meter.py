@@ -17,8 +17,7 @@ class Meter:
     """The sum of the losses, and the time, of the steps since the last log line.
 
     Attributes:
-        steps: The number of steps since the last log line.
-        seconds: The time of those steps that this process has taken.
+        steps: The number of good steps since the last log line, whose losses count.
     """
 
     def __init__(self, groups: Groups, state: Mapping[str, Any] | None = None):
@@ -34,18 +33,22 @@ class Meter:
 
     def reset(self) -> None:
         self.steps = self._timed = 0
-        self.seconds = 0.0
+        self._seconds = 0.0
         self._total = torch.zeros((), dtype=torch.float64, device=self.groups.device)
 
     def add(self, loss: torch.Tensor) -> None:
-        """Count one more step; `loss` is this rank's mean loss of the step, a 0-d tensor."""
+        """Count one more good step; `loss` is this rank's loss of the step, a 0-d tensor."""
         self._total += loss.detach().double()
         self.steps += 1
+
+    def time(self, seconds: float) -> None:
+        """Count the time of one more step. A step whose update is skipped takes time, too."""
+        self._seconds += seconds
         self._timed += 1
 
     @property
     def seconds_per_step(self) -> float:
-        return self.seconds / max(1, self._timed)
+        return self._seconds / max(1, self._timed)
 
     def mean(self) -> float:
         """Return the mean loss over all ranks and these steps. Every rank must call this method."""

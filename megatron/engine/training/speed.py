@@ -2,9 +2,13 @@
 
 The forward and backward pass of one token cost, as in appendix B of PaLM (arXiv 2204.02311),
 
-    6 for each weight of a matrix product + 12 L H E T for attention
+    6 for each weight of a matrix product + 12 L H E K for attention
 
-for L layers, H heads of size E, and T tokens. The causal mask does not halve the cost of attention.
+for L layers, H heads of size E, and K keys that a query sees. The causal mask does not halve the
+cost of attention: K is the number of tokens in the sequence. With a window of W earlier tokens, K
+is W + 1 at most. If tokens see only their own document, K is the length of the document, or of its
+part in the sequence, at most.
+
 Blocks that are computed again in the backward pass do not count twice. The model FLOPs utilization
 (MFU) is the rate of these operations, divided by the peak rate.
 """
@@ -12,15 +16,22 @@ Blocks that are computed again in the backward pass do not count twice. The mode
 from __future__ import annotations
 
 import resource
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 from megatron.config import Config
 from megatron.config.mlp_width import GATED
+from megatron.config.per_layer import layers_of
 from megatron.engine.gpus import gpu_of_device
 from megatron.model.shape import GPTShape
 from megatron.parallel.groups import Groups
+
+MOST_DOCUMENTS = 10**6
+"""How many documents of a corpus are measured."""
 
 
 @dataclass(frozen=True)
@@ -44,23 +55,59 @@ class Speed:
         return {"train/tflops_per_device": tflops, **mfu, "train/memory_gb": _peak_memory(device)}
 
 
-def speed_of(config: Config, shape: GPTShape, groups: Groups) -> Speed:
+Corpora = Sequence[tuple[np.ndarray, float]]
+"""The lengths of the documents of each corpus, and the corpus's weight."""
+
+
+def speed_of(config: Config, shape: GPTShape, groups: Groups, corpora: Corpora) -> Speed:
     """Return the operations of one token of a run, and the peak rate of its devices."""
     return Speed(
-        flops_per_token=flops_per_token(shape, config.model.seq_length),
+        flops_per_token=flops_per_token(shape, keys_per_query(config, corpora)),
         devices=groups.world_size,
         peak_tflops=config.logging.peak_theoretical_tflops
         or known_peak(groups.device, config.training.precision),
     )
 
 
-def flops_per_token(shape: GPTShape, length: int) -> float:
-    """Return the operations of one token of a sequence of `length` tokens, forward and backward."""
+def keys_per_query(config: Config, corpora: Corpora = ()) -> float:
+    """Return the number of keys that a query sees, the mean over queries and layers.
+
+    Args:
+        corpora: The text of the run. Without it, each sequence counts as one document.
+    """
+    m = config.model
+    if not m.reset_attention_mask or not corpora:
+        corpora = [(np.array([m.seq_length]), 1.0)]
+    pieces = [(_pieces(lengths, m.seq_length), weight) for lengths, weight in corpora]
+    total = sum(weight for _, weight in pieces)
+    windows = Counter(layers_of(m.sliding_window_width, m.num_layers))
+    keys = 0.0
+    for window, layers in windows.items():
+        most = m.seq_length if window is None else window + 1
+        for piece, weight in pieces:
+            mean = (piece * np.minimum(piece, most)).sum() / piece.sum()
+            keys += layers * weight / total * float(mean)
+    return keys / m.num_layers
+
+
+def _pieces(documents: np.ndarray, length: int) -> np.ndarray:
+    """Return the lengths of the parts into which sequences of `length` tokens cut documents."""
+    ends = documents[:MOST_DOCUMENTS].cumsum(dtype=np.int64)
+    cuts = np.union1d(ends, np.arange(length, ends[-1], length))
+    return np.diff(cuts, prepend=0)
+
+
+def flops_per_token(shape: GPTShape, keys: float) -> float:
+    """Return the operations of one token, forward and backward.
+
+    Args:
+        keys: The number of keys that a query sees (see `keys_per_query`).
+    """
     b = shape.block
     attention = 2 * b.hidden_size**2 * (1 + 1 / b.group)
     mlp = b.hidden_size * b.mlp_size * (3 if b.activation in GATED else 2)
     weights = shape.num_layers * (attention + mlp) + shape.vocab_size * b.hidden_size
-    return 6 * weights + 12 * shape.num_layers * b.hidden_size * length
+    return 6 * weights + 12 * shape.num_layers * b.hidden_size * keys
 
 
 def known_peak(device: torch.device, precision: str) -> float | None:

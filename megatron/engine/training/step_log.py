@@ -70,7 +70,7 @@ class StepLog(Hook):
         # The loss was computed before the update, so it does not show what the update did.
         if step.may_save and not all_finite(cast(nn.Module, self.engine.module), self.groups):
             raise BadLossError(f"weights are no longer finite after step {step.number}; {ADVICE}")
-        self._meter.seconds += time.monotonic() - self._start
+        self._meter.time(time.monotonic() - self._start)
         if step.logs:
             self._log(step, mean)
             self._meter.reset()
