@@ -7,10 +7,11 @@
     3        b N / D and gathered ones   12 N / D     b N / D      8 N / D
 
 Where there are two values, the first is for fp32 and the second for 16 bits. The optimizer is Adam,
-with fp32 weights and two averages of 4 bytes per parameter. To add gradients over ranks, stage 0
-copies them. The other stages use a bucket of `reduce_bucket_size` numbers, or of N if N is smaller.
-With `overlap_comm`, stages 1 and 2 have two buckets. If 16-bit gradients are accumulated in fp32,
-stage 1 holds 4 N bytes more. `benchmarks/plan_memory.py` compares these numbers with what DeepSpeed
+with fp32 weights and two averages of 4 bytes per parameter. Muon has one average for the matrices
+of the blocks, and gathers their updates from all ranks. To add gradients over ranks, stage 0 copies
+them. The other stages use a bucket of `reduce_bucket_size` numbers, or of N if N is smaller. With
+`overlap_comm`, stages 1 and 2 have two buckets. If 16-bit gradients are accumulated in fp32, stage
+1 holds 4 N bytes more. `benchmarks/plan_memory.py` compares these numbers with what DeepSpeed
 0.19 allocates.
 
 Legend: N parameters of this rank, D replicas of its weights (data- times context-parallel ranks), b
@@ -21,9 +22,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+import torch
+
 from megatron.config import Config
 from megatron.engine.model_shape import DTYPES
 from megatron.engine.training.deepspeed_engine import REDUCE_BUCKET_SIZE
+from megatron.engine.training.muon import CPU_DTYPE
 from megatron.plan.step import Step, measured_step
 
 DEFAULTS = {
@@ -33,6 +37,9 @@ DEFAULTS = {
     "stage3_param_persistence_threshold": 1e5,  # smaller parameters are never divided
 }
 """DeepSpeed's defaults, in numbers of elements (not bytes)."""
+
+MATRICES_AT_ONCE = 3
+"""How many copies of a matrix exist while Muon makes it orthogonal."""
 
 Memory = dict[str, float]
 """Maps kinds of memory to bytes. The activations are kept for the backward pass. The working space
@@ -50,19 +57,23 @@ def peak_of(config: Config, vocab_size: int, device_type: str = "cuda") -> tuple
     """
     stages = {0, config.parallel.pipe_parallel_size - 1}
     steps = [measured_step(config, vocab_size, stage, device_type) for stage in stages]
-    found = ((step, memory) for step in steps for memory in _moments(config, step))
+    found = ((step, memory) for step in steps for memory in _moments(config, step, device_type))
     return max(found, key=lambda each: sum(each[1].values()))
 
 
-def _moments(config: Config, step: Step) -> Iterator[Memory]:
+def _moments(config: Config, step: Step, device_type: str) -> Iterator[Memory]:
     """Yield the bytes of each kind of memory, at each moment of a step that can need the most."""
     p, t, size = config.parallel, config.training, step.size
     stage, zero = p.zero_stage, {k: float(p.zero.get(k, v)) for k, v in DEFAULTS.items()}
     b, sums = (DTYPES[x].itemsize for x in (t.precision, t.grad_accum_dtype or t.precision))
     shard = size / (p.data_parallel_size * p.context_parallel_size) if stage else size
     momenta = {"sgd": 4 if config.optimizer.momentum else 0}.get(config.optimizer.type, 8)
+    matrices = step.matrices if config.optimizer.type == "muon" else []
+    ours = sum(matrices) / size  # the part of each slice that Muon trains, on average
+    momenta -= 4 * ours
     copy = 0 if stage == 0 and b == 4 else 4  # the optimizer's weights, unless it has the model's
-    held = {"weights": b * (shard if stage == 3 else size), "optimizer": (momenta + copy) * shard}
+    weights = b * (shard if stage == 3 else size)
+    held: Memory = {"weights": weights, "optimizer": (momenta + copy) * shard}
     numbers = min(size, zero["reduce_bucket_size"])
     bucket = b * numbers * (2 if p.zero.get("overlap_comm") and stage in (1, 2) else 1)
     several = config.batch.gradient_accumulation_steps > 1
@@ -97,3 +108,8 @@ def _moments(config: Config, step: Step) -> Iterator[Memory]:
         yield held | {"gradients": gradients, "communication": bucket}
     in_step = {0: b + copy, 3: 8}.get(stage, 4 if sums > b else 8)
     yield held | {"gradients": in_step * shard}
+    # Muon steps last. It gathers the updates of all matrices from the ranks' slices.
+    gathers = sum(matrices) if shard < size else 0
+    muon = ours * shard + gathers + MATRICES_AT_ONCE * max(matrices, default=0)
+    muon *= (torch.bfloat16 if device_type == "cuda" else CPU_DTYPE).itemsize
+    yield held | {"gradients": 4 * shard, "working space": muon}

@@ -23,6 +23,7 @@ from megatron.config import Config
 from megatron.engine.build import plan_of
 from megatron.engine.model_shape import DTYPES
 from megatron.model import GPT
+from megatron.model.block import Block
 from megatron.model.pipeline_layers import Layer, PipeBlock, pipeline_layers, pipeline_loss
 from megatron.parallel.groups import TensorGroup
 from megatron.parallel.loss import mean_loss
@@ -61,6 +62,7 @@ class Step:
 
     Attributes:
         parameters: The sizes of this rank's parameters.
+        matrices: The sizes of those that Muon would train, the matrices of the blocks.
         kept: The bytes of the activations that exist when a backward pass begins. If the step has
             several backward passes, the largest of these values.
         moments: Pairs (complete, bytes), in order. `complete` is the number of elements whose
@@ -71,6 +73,7 @@ class Step:
     """
 
     parameters: list[int]
+    matrices: list[int] = field(default_factory=list)
     kept: int = 0
     moments: list[tuple[int, int]] = field(default_factory=list)
     left: int = 0
@@ -108,7 +111,11 @@ def measured_step(config: Config, vocab_size: int, stage: int, device_type: str 
         with torch.no_grad():
             received = Layers(first).to(dtype)(tokens)
         model = Layers(layers, loss_of).to(dtype).train()
-        step, outside = Step([x.numel() for x in model.parameters()]), live.now
+        blocks = [
+            p for each in model.modules() if isinstance(each, Block) for p in each.parameters()
+        ]
+        matrices = [p.numel() for p in blocks if p.ndim == 2]
+        step, outside = Step([x.numel() for x in model.parameters()], matrices), live.now
         live.restart()
         _train(step, live, model, schedule, tokens, received)
     step.moments = [(done, used - outside) for done, used in step.moments]

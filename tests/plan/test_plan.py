@@ -29,6 +29,12 @@ LAYOUTS = {
     "tensor": {"model_parallel_size": 2, "checkpoint_activations": True, "precision": "bf16"},
     # Most of its memory is activations, which DeepSpeed keeps through the backward pass.
     "stages": {"pipe_parallel_size": 2, "gradient_accumulation_steps": 3, "seq_length": 128},
+    "Muon": {
+        "optimizer": {"type": "Muon", "params": {"lr": 0.01}},
+        "zero_optimization": {"stage": 1, "reduce_bucket_size": 1e4},
+        "hidden_size": 256,
+        "train_micro_batch_size_per_gpu": 1,
+    },
     "default bucket": {"zero_optimization": {"stage": 2}},
 }
 
