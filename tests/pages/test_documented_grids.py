@@ -222,7 +222,8 @@ def test_the_gap_to_alibi_over_the_length(repo_root):
 def test_the_gain_of_far_text(repo_root):
     docs = repo_root / "docs"
     table = rows(docs / "results.md", r"Does far text help\?")
-    files = ("quickstart/suite/windowed_twin.csv", "results/code/windowed_twin_kerple_log.csv")
+    twins = [f"results/code/windowed_twin_{name}.csv" for name in ("kerple_log", "alibi")]
+    files = ("quickstart/suite/windowed_twin.csv", *twins)
     for row, name in zip(table, files, strict=True):
         found = pd.read_csv(docs / name).iloc[0]
         assert found.bins == "all"
