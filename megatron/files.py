@@ -11,6 +11,8 @@ from stat import S_ISREG
 from typing import Any, BinaryIO
 
 UNFINISHED = ".unfinished"
+_GROWTH = 1 << 16
+"""The bytes that `read_small` reads beyond a file's size, because a file may be growing."""
 
 
 @contextmanager
@@ -68,7 +70,7 @@ def read_small(path: Path, most: int) -> bytes:
             raise OSError("not a regular file")
         if found.st_size > most:
             raise OSError(f"has {found.st_size:,} bytes, and at most {most:,} are read")
-        return read_at_most(file, most)
+        return file.read(min(most, found.st_size + _GROWTH))
 
 
 def read_at_most(file: BinaryIO, most: int) -> bytes:
@@ -91,7 +93,7 @@ def read_start(path: Path, most: int = 4096) -> str:
 
 def without_waiting(path: str, flags: int) -> int:
     """Open a file like `os.open`, but do not wait until a named pipe has a writer or a reader."""
-    descriptor = os.open(path, flags | os.O_NONBLOCK)
+    descriptor = os.open(path, flags | os.O_NONBLOCK, 0o666)
     os.set_blocking(descriptor, True)
     return descriptor
 

@@ -22,7 +22,7 @@ from typing import Any
 
 from megatron.files import parse_json, read_small, read_start
 
-MOST_BYTES = 1 << 30
+MOST_BYTES = 1 << 34
 """The largest size of a file of a run folder that is read whole, in bytes."""
 RECORD = "kerple.json"
 """The file of a checkpoint that describes it. Published (GPT-NeoX) checkpoints lack it."""

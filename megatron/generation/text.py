@@ -42,7 +42,7 @@ class Continuation:
         self._tokenizer, self._stops, self._emit = tokenizer, stops, emit
         self._ids = list(prompt)  # the tokens before the new ones, then the new ones
         self._old = len(self._ids)  # the number of tokens before the new ones
-        self._known = tokenizer.decode(self._ids)  # the part of their text that was passed on
+        self._known = tokenizer.decode(self._ids).rstrip(UNFINISHED)  # the text that was passed on
         self._held, self._pieces = "", list[str]()
         self.tokens, self.end = 0, ""
 

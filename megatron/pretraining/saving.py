@@ -21,8 +21,9 @@ def said_what_is_saved(save: str | None) -> Iterator[None]:
     try:
         yield
     except DivergedError as error:
-        tag, _ = RunFolder(Path(save)).newest_tag() if save else (None, "")
-        there = f"The newest checkpoint is {Path(save or '', tag)}" if tag else "No checkpoint yet"
+        tag, problem = RunFolder(Path(save)).newest_tag() if save else (None, "")
+        newest = f"The newest checkpoint is {Path(save or '', tag)}" if tag else ""
+        there = newest or problem or "No checkpoint yet"
         raise type(error)(f"{error}. {there}") from error
 
 

@@ -9,6 +9,7 @@ import torch
 from tests.helpers.jobs import (
     cell,
     digest,
+    measured,
     rows,
     run_job,
     train_run,
@@ -92,12 +93,7 @@ def test_the_layout_changes_nothing(runs, model, layout):
         ours, expected = rows(runs / run, metric), rows(runs / f"{model} one", metric)
         assert ours.keys() == expected.keys() and ours
         assert ours == pytest.approx(expected, rel=1e-5, abs=1e-5), (run, metric)
-    tables = [
-        (runs / each / "extrapolation.csv").read_text().splitlines()[1:]
-        for each in (run, f"{model} one")
-    ]
-    for a, b in zip(*tables, strict=True):
-        a, b = ([float(x) for x in row.split(",")] for row in (a, b))
+    for a, b in zip(*(measured(runs / each) for each in (run, f"{model} one")), strict=True):
         assert a == pytest.approx(b, rel=1e-4), run
 
 

@@ -11,7 +11,16 @@ from megatron.config import load_config
 from megatron.engine.checkpoint.saved_checkpoints import Saved, newest
 from megatron.parallel import loss
 from megatron.pretraining.run import Job
-from tests.helpers.jobs import STAGES, cell, digest, rewind, rows, write_config, write_shards
+from tests.helpers.jobs import (
+    STAGES,
+    cell,
+    digest,
+    measured,
+    rewind,
+    rows,
+    write_config,
+    write_shards,
+)
 from tests.helpers.launch import call, run_ranks
 
 BASE = {
@@ -146,9 +155,8 @@ def test_a_pipeline_trains_and_evaluates_the_plain_model(jobs, variant):
         assert ours.keys() == truth.keys() and truth
         for step, value in truth.items():
             assert ours[step] == pytest.approx(value, abs=tolerance, rel=tolerance), (name, step)
-    tables = [(run / "extrapolation.csv").read_text().splitlines()[1:] for run in (plain, pipe)]
+    tables = [measured(run) for run in (plain, pipe)]
     for a, b in zip(*tables, strict=True):
-        a, b = ([float(x) for x in row.split(",")] for row in (a, b))
         assert a == pytest.approx(b, rel=1e-2 if variant == "fp32 sums" else 1e-4)
     assert len(tables[0]) == 2
 

@@ -7,7 +7,7 @@ import torch.distributed as dist
 from megatron.parallel.sharding import sharding_of, unsharded
 from tests.distributed.test_pipeline import DROPOUT, train
 from tests.distributed.test_tensor_parallel import VARIANTS, build, in_pieces
-from tests.helpers.jobs import cell, digest, rewind, rows, write_shards
+from tests.helpers.jobs import cell, digest, measured, rewind, rows, write_shards
 from tests.helpers.launch import run_ranks
 
 LAYOUTS = {  # ranks, how they are divided
@@ -156,10 +156,7 @@ def test_resuming_is_bitwise_identical(runs, name):
 
 @pytest.mark.parametrize("name", RUNS)
 def test_other_lengths_are_evaluated_as_by_one_process(runs, name):
-    tables = []
-    for run in ("alone", f"{name}-quiet"):
-        lines = (runs / run / "extrapolation.csv").read_text().splitlines()[1:]
-        tables.append([[float(x) for x in line.split(",")] for line in lines])
+    tables = [measured(runs / run) for run in ("alone", f"{name}-quiet")]
     assert len(tables[0]) == 2
     for ours, theirs in zip(*tables, strict=True):
         assert ours == pytest.approx(theirs, rel=1e-4)

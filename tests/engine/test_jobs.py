@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from megatron.engine.training.schedule import Schedule
-from tests.helpers.jobs import MEASURED, digest, rewind, rows, write_config, write_shards
+from tests.helpers.jobs import MEASURED, digest, measured, rewind, rows, write_config, write_shards
 from tests.helpers.launch import call
 from tests.helpers.paths import ROOT
 from tests.helpers.shards import write_documents
@@ -129,11 +129,9 @@ def test_a_finished_run_is_evaluated_again_not_trained_again(finished, tmp_path,
 def test_evaluate_gives_the_numbers_that_training_printed(finished, tmp_path):
     config, run, _ = finished
     text = call("evaluate.py", config, "--load", run, "--lengths", "16,32,64", "--out", tmp_path)
-    ours = (run / "extrapolation.csv").read_text().splitlines()
-    theirs = (tmp_path / "extrapolation.csv").read_text().splitlines()
-    assert len(theirs) == 4 and "evaluating" in text
-    for a, b in zip(ours[1:], theirs[1:], strict=False):
-        a, b = [float(x) for x in a.split(",")], [float(x) for x in b.split(",")]
+    theirs = measured(tmp_path)
+    assert len(theirs) == 3 and "evaluating" in text
+    for a, b in zip(measured(run), theirs, strict=False):
         assert a == pytest.approx(b, rel=1e-6)
 
 
@@ -143,10 +141,7 @@ def test_distances_can_be_scaled_at_test_time(finished, tmp_path):
     args = (config, "--load", run, "--lengths", "16,32", "--out", tmp_path)
     text = call("evaluate.py", *args, "-o", "eval_distance_scale=0.25")
     assert "distances x 0.25" in text
-    header, *ours = (tmp_path / "extrapolation.csv").read_text().splitlines()
-    plain = (run / "extrapolation.csv").read_text().splitlines()[1:]
-    for a, b in zip(ours, plain, strict=True):
-        a, b = [float(x) for x in a.split(",")], [float(x) for x in b.split(",")]
+    for a, b in zip(measured(tmp_path), measured(run), strict=True):
         assert a[:2] == b[:2] and (a[-1], b[-1]) == (0.25, 1.0)
         assert a[2] != b[2] and a[2] == pytest.approx(b[2], abs=0.5)
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pandas as pd
 import torch
 import yaml
 
@@ -165,3 +166,9 @@ def _feed(hasher: Any, value: Any) -> None:
             _feed(hasher, item)
     elif isinstance(value, bool | int | float | str | type(None)):
         hasher.update(repr(value).encode())
+
+
+def measured(folder: Path) -> list[list[float]]:
+    """Return the numbers in `extrapolation.csv`, one row for each length; last, the scale."""
+    table = pd.read_csv(folder / "extrapolation.csv")
+    return table.drop(columns=["split", "step", "code"]).to_numpy(float).tolist()

@@ -133,6 +133,7 @@ def _checked(path: Path, table: Frame) -> Frame:
         DataError: A length is not a whole number, or a value is not a number.
     """
     try:
-        return table.astype({"length": int, "value": float})
+        whole = table["length"].astype(float) % 1 == 0
+        return table.where(whole).astype({"length": int, "value": float})
     except (ValueError, TypeError, OverflowError) as error:
         raise DataError(f"{path}: a length or a value is not a number ({error})") from None

@@ -149,7 +149,11 @@ def state_of(cell: Cell) -> tuple[State, str]:
             return "cut off", "; ".join(changed)
         elif record.state == "finished" and (why := why_not_measured(cell.folder, record)):
             return "cut off", why
-    return ("stale", "; ".join(changed)) if changed else (record.state, "")
+    if changed:
+        return "stale", "; ".join(changed)
+    # A run that is recorded as running may have ended before its sweep could record it.
+    ended = record.state == "running" and is_complete(cell.folder, record)
+    return "finished" if ended else record.state, ""
 
 
 def is_complete(folder: Path, record: Record) -> bool:

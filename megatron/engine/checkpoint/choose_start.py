@@ -21,6 +21,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from megatron.config import Config
+from megatron.engine.build import task_of
 from megatron.engine.checkpoint.publish import remove_unfinished
 from megatron.engine.checkpoint.record import TrainingProgress
 from megatron.engine.checkpoint.resume import Start
@@ -154,7 +155,8 @@ def _decide(
         text = f"starting at step 0 from the weights of {loaded.path} (finetune)"
         return Start(fresh, text, loaded)
     if trains and loaded.kind is Kind.OURS:
-        text = f"resuming from {loaded.path}{_other_batch(config, loaded)}"
+        changed = _other_batch(config, loaded) + _other_loss(config, loaded)
+        text = f"resuming from {loaded.path}{changed}"
         return Start(fresh, text, loaded, resumes=True)
     return _from_weights(config, loaded, train_samples)
 
@@ -168,6 +170,18 @@ def _other_batch(config: Config, saved: Saved) -> str:
     return (
         f"\ntrain_batch_size is {here}, and was {there} until now: samples go on in the same "
         f"order, but losses will not be those of one run; write train_batch_size: {there} for them"
+    )
+
+
+def _other_loss(config: Config, saved: Saved) -> str:
+    """Return a warning if the checkpoint's version averaged the loss otherwise, otherwise ""."""
+    per_token = config.training.calculate_per_token_loss
+    masks = config.training.eod_mask_loss or task_of(config) is not None
+    if not masks or not per_token or "calculate_per_token_loss" in saved.record.config:
+        return ""
+    return (
+        "\nevery target now has the same weight in the loss, and every micro-batch had until now: "
+        "write calculate_per_token_loss: false to go on as before"
     )
 
 

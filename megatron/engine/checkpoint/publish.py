@@ -54,8 +54,8 @@ def new_folder(path: Path) -> Iterator[Path]:
             if path.exists() and (not path.is_dir() or any(path.iterdir())):
                 text = "exists and is not empty; remove it, or name another folder"
                 raise FileExistsError(f"{path} {text}")
-            for left in staging.glob("new-*"):  # by processes that were killed
-                shutil.rmtree(left, ignore_errors=True)
+            for left in staging.glob("[!.]*"):  # by processes that were killed
+                shutil.rmtree(left) if left.is_dir() else left.unlink()
             # The name is unique: a writer that was suspended too long goes on in its own folder.
             own = staging / f"new-{uuid.uuid4().hex}"
             folder = own / path.name

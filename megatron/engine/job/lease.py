@@ -132,9 +132,9 @@ def _take(folder: Path, key: str) -> tuple[Path, str]:
     """
     deadline = time.monotonic() + LONGEST_WAIT
     while time.monotonic() < deadline:
+        _make(folder)
         # Another process may create the lease first, or remove the folder (`publish.new_folder`).
         with suppress(FileExistsError, FileNotFoundError):
-            folder.mkdir(parents=True, exist_ok=True)
             text = json.dumps(describe_process() | {"folder": _place(folder)})
             dead = _leases(folder)
             for path, content in dead.items():
@@ -150,6 +150,19 @@ def _take(folder: Path, key: str) -> tuple[Path, str]:
             path.unlink()  # another process saw other leases than this one, and created its own
         time.sleep(random.uniform(0.05, 0.5))
     raise CheckpointError(f"{key}: {folder}: no lease could be taken in {LONGEST_WAIT:.0f} s")
+
+
+def _make(folder: Path) -> None:
+    """Create the folder unless it exists.
+
+    Raises:
+        OSError: The folder cannot be created, for example because a file has its name.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except FileExistsError:  # also if another process has just removed the folder
+        if folder.is_symlink() or folder.is_file():
+            raise
 
 
 def _create(path: Path, text: str) -> None:
@@ -192,7 +205,8 @@ def _wait_for_end(path: Path, content: str, key: str, deadline: float) -> None:
             age = os.fstat(clock.fileno()).st_mtime - found[1]
             age = max(age, time.monotonic() - begun)
             copied = alive and _names_another(content, path.parent)
-            if copied or alive is False or (alive is None and age > LIFETIME):
+            beaten = first is not None and found[1] != first
+            if copied or alive is False or (alive is None and age > LIFETIME and not beaten):
                 return
             if first is None:
                 first = found[1]
@@ -200,7 +214,7 @@ def _wait_for_end(path: Path, content: str, key: str, deadline: float) -> None:
                     f"{path.parent} is held by {who(content)}; looking whether it is alive",
                     flush=True,
                 )
-            if found[1] != first or age > LIFETIME or time.monotonic() > deadline:
+            if beaten or age > LIFETIME or time.monotonic() > deadline:
                 raise CheckpointError(
                     f"{key}: {path.parent} is in use by {who(content)}, and only one job at a time "
                     f"can write a folder; name another `{key}`, or stop that job first"
@@ -227,6 +241,8 @@ def _read(path: Path) -> tuple[str, float] | None:
     except FileNotFoundError:
         return None
     except OSError as error:
+        if error.errno is not None and not path.is_dir():  # the file server failed, for example
+            raise
         raise OSError(f"{path}: {error}; remove it if no job is writing the folder") from None
 
 

@@ -84,9 +84,8 @@ class LossGuard(Hook):
         applied, self._unread = self.engine.was_step_applied(), self._unread + 1
         norm = step.norm if applied else math.inf
         if norm is not None:
-            self._norm = (
-                norm + 0 * self._norm
-            )  # a norm that is not finite stays so until it is read
+            # A norm that is not finite stays so until it is read.
+            self._norm = norm + 0 * self._norm
         reads = self._acts or step.logs or step.may_save or self.groups.device.type == "cpu"
         if applied and not reads:
             return

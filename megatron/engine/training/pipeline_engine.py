@@ -88,12 +88,13 @@ def loss_of_batches(
     """
     engine.eval()
     loss_fn = loss_function(engine, groups)
-    total, weights = torch.zeros((), device=groups.device), torch.zeros((), device=groups.device)
+    # Sums of the losses and of their weights; fp32 cannot count beyond 2^24 targets.
+    total, weights = torch.zeros(2, dtype=torch.float64, device=groups.device)
     read_singly = replace(counting, per_token=False)
     for inputs, targets, _ in next_batches(batches, count, groups, read_singly):
         preemption.safe_point()
         weight = (targets != UNCOUNTED).sum() if counting.per_token else 1
-        total += mean_loss(loss_fn(inputs, targets), targets).float() * weight
+        total += mean_loss(loss_fn(inputs, targets), targets).double() * weight
         weights += weight
     engine.train()
     return groups.sum_over_data(total).item() / max(1, groups.sum_over_data(weights).item())

@@ -92,7 +92,7 @@ def keys_per_query(config: Config, corpora: Corpora = ()) -> float:
 
 def _pieces(documents: np.ndarray, length: int) -> np.ndarray:
     """Return the lengths of the parts into which sequences of `length` tokens cut documents."""
-    ends = documents[:MOST_DOCUMENTS].cumsum(dtype=np.int64)
+    ends = documents[documents > 0][:MOST_DOCUMENTS].cumsum(dtype=np.int64)
     cuts = np.union1d(ends, np.arange(length, ends[-1], length))
     return np.diff(cuts, prepend=0)
 

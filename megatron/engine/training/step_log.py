@@ -86,12 +86,12 @@ class StepLog(Hook):
         if steps and not math.isfinite(mean) and self.config.training.precision != "fp16":
             samples = step.samples(steps)
             raise BadLossError(f"the loss is {mean} at step {step.number}, {samples}; {ADVICE}")
-        if mean > self._last_mean + STEEP:
+        if step.logs and mean > self._last_mean + STEEP:
             self.log.line(
                 f"  the loss rose from {self._last_mean:.4f} to {mean:.4f}: see the keys "
                 "loss_spike_threshold and on_bad_loss"
             )
-        self._last_mean = mean if steps else self._last_mean
+        self._last_mean = mean if steps and step.logs else self._last_mean
         return mean
 
     def _log(self, step: Step, loss: float) -> None:

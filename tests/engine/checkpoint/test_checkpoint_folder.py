@@ -159,7 +159,7 @@ def test_a_record_that_is_no_small_file_is_refused(tmp_path, kind):
             file.truncate(10**11)
     else:
         (os.mkfifo if kind == "a pipe" else os.mkdir)(path)
-    with pytest.raises(CheckpointError, match="at most 134,217,728|not a regular file"):
+    with pytest.raises(CheckpointError, match="at most 134,217,728|not a reg|Is a dir"):
         Record.read(saved.path)
     assert "cannot be read" in saved.damage(build_groups(torch.device("cpu")))
 

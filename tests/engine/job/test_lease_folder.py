@@ -114,6 +114,33 @@ def test_what_is_no_file_of_ours_is_named(tmp_path, kind):
     assert leases(tmp_path) == [".lease-3"]
 
 
+@pytest.mark.parametrize("kind", ["file", "link"])
+def test_what_is_no_folder_is_an_error_at_once(tmp_path, kind):
+    path = tmp_path / "run"
+    path.touch() if kind == "file" else path.symlink_to(tmp_path / "nowhere")
+    begun = time.monotonic()
+    with pytest.raises(FileExistsError):
+        lease.sole_writer(path).__enter__()
+    assert time.monotonic() - begun < 60
+
+
+def test_a_waiter_that_slept_sees_the_heartbeats_of_the_time_between(tmp_path, monkeypatch):
+    """It was suspended for longer than LIFETIME, and the holder on another host is alive."""
+    monkeypatch.setattr(lease, "LIFETIME", 0.3)
+    write_lease(tmp_path, **FOREIGN)
+    path = tmp_path / ".lease-1"
+
+    def suspended(_seconds: float) -> None:
+        monkeypatch.undo()
+        monkeypatch.setattr(lease, "LIFETIME", 0.3)
+        time.sleep(0.5)
+        os.utime(path)
+
+    monkeypatch.setattr(time, "sleep", suspended)
+    with pytest.raises(CheckpointError, match="in use by"):
+        lease.sole_writer(tmp_path).__enter__()
+
+
 TORN = [b"[" * 3000, b'{"pid": ' + b"1" * 31 + b"}", b'{"pid": ' + b"1" * 4000 + b"}", b"\xff\0",
         b"null", b'{"pid": true}', b'{"pid": 0}', b'{"pid": -1}', b'{"pid": 5, "host": [1]}',
 ]  # fmt: skip

@@ -5,6 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import sys
 from contextlib import ExitStack
+from multiprocessing import forkserver
 from pathlib import Path
 
 import pytest
@@ -33,6 +34,10 @@ def grid(tmp_path, monkeypatch, start_forked) -> Path:
 
 def one_sweep(grid: Path, out: Path, ends: multiprocessing.SimpleQueue) -> None:
     lease.HEARTBEAT = 0.2
+    server = (
+        forkserver._forkserver
+    )  # an earlier test may have started the parent's, no child of ours
+    server._forkserver_address = server._forkserver_alive_fd = server._forkserver_pid = None
     with out.open("w") as sys.stdout:
         ends.put(sweep.main([str(grid)]))
 
