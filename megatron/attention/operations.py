@@ -158,7 +158,7 @@ def _(grad_BHTE: Tensor, out_BHTE: Tensor, lse_BHT: Tensor, *arguments: Any) -> 
 
 
 def _save(ctx: Any, inputs: tuple, output: Tensor | tuple[Tensor, Tensor]) -> None:
-    results = () if isinstance(output, Tensor) else output  # `lse` and what it belongs to
+    results = () if isinstance(output, Tensor) else output  # of a fused operation: (out, lse)
     ctx.mark_non_differentiable(*results[1:])
     ctx.save_for_backward(*results, *inputs[:_TENSORS])
     ctx.numbers = inputs[_TENSORS:]

@@ -41,6 +41,16 @@ def task_of(config: Config) -> Task | None:
     return build_task(name, config.data.task_options) if name else None
 
 
+def counts_targets(config: Config) -> bool:
+    """Return whether the loss is the mean over the targets of a step that count.
+
+    Otherwise it is the mean over micro-batches. The two differ only where some targets do not
+    count: with `eod_mask_loss`, and in a length task.
+    """
+    masks = config.training.eod_mask_loss or task_name(config.data.data_path) is not None
+    return config.training.calculate_per_token_loss and masks
+
+
 def tokenizer_of(config: Config) -> Tokenizer:
     """Build the tokenizer that the config names, or the tokenizer of its length task."""
     data, task = config.data, task_of(config)

@@ -15,7 +15,7 @@ from megatron.data.samples.loader import TrainLoader, published_start, sample_co
 from megatron.data.samples.split import SPLITS
 from megatron.data.tasks.base import Task
 from megatron.data.tasks.samples import TaskSamples
-from megatron.engine.build import tokenizer_of
+from megatron.engine.build import counts_targets, tokenizer_of
 from megatron.engine.open_text import open_text
 from megatron.engine.training.batches import Counting
 from megatron.parallel.groups import Groups
@@ -45,10 +45,9 @@ class JobData:
         self.config, self.groups = config, groups
         self.tokenizer = tokenizer_of(config)
         self.text = open_text(config, self.tokenizer)
-        masks, some = config.training.eod_mask_loss, isinstance(self.text, Task)
         self.counting = Counting(
-            uncounted_after=self.tokenizer.eod if masks else None,
-            per_token=config.training.calculate_per_token_loss and (masks or some),
+            uncounted_after=self.tokenizer.eod if config.training.eod_mask_loss else None,
+            per_token=counts_targets(config),
         )
         self.identity = self._identity()
         self.wanted = samples_of_run(config)
@@ -75,8 +74,7 @@ class JobData:
     def document_lengths(self) -> list[tuple[np.ndarray, float]]:
         """Return the lengths of the documents of each training corpus, and the corpus's weight."""
         corpora = [] if isinstance(self.text, Task) else self.text.corpora["train"]
-        sizes = ((each.shards.sizes[slice(*each.documents)], each.weight) for each in corpora)
-        return [(lengths, weight) for lengths, weight in sizes if lengths.sum() > 0]
+        return [(each.shards.sizes[slice(*each.documents)], each.weight) for each in corpora]
 
     def training(self, *, index_samples: int, consumed: int, least: int = 0) -> TrainLoader | None:
         """Return this rank's training batches, or None if the run reads no training sample.

@@ -54,7 +54,7 @@ class LengthResult:
 
 
 def measured_with(config: Config, step: int) -> dict[str, Any]:
-    """Return the columns that say what was measured, for a table of results.
+    """Return the columns of a result file for the distance scale, split, step and code.
 
     Args:
         step: The number of optimizer steps that the model was trained for.

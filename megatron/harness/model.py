@@ -5,8 +5,8 @@ The log-likelihood of a text t after a context c, both in tokens, is
     sum over i of log p(t_i | c, t_1 ... t_{i-1})   [nats]
 
 An empty context is replaced by the token that begins a document (BOS), or if the tokenizer has
-none, by the end-of-document token. As in the loss, the softmax includes the
-ids that pad the vocabulary.
+none, by the end-of-document token. As in the loss, the softmax includes the ids that pad the
+vocabulary.
 
 Legend: B texts, T positions, V vocabulary.
 """

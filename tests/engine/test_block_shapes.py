@@ -12,16 +12,11 @@ import math
 import pytest
 
 from megatron.engine.job import join
-from tests.helpers.jobs import rows, run_job, write_config, write_shards
+from tests.helpers.jobs import rows, run_job, write_config
 from tests.helpers.paths import FIXTURES
 from tools.check_neox_configs import SMALL
 
 SHAPES = json.loads((FIXTURES / "config" / "block_shapes.json").read_text())
-
-
-@pytest.fixture(scope="module")
-def prefix(tmp_path_factory):
-    return write_shards(tmp_path_factory.mktemp("shards"))
 
 
 @pytest.fixture(scope="module")

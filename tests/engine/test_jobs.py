@@ -15,15 +15,10 @@ import pytest
 import torch
 
 from megatron.engine.training.schedule import Schedule
-from tests.helpers.jobs import MEASURED, digest, measured, rewind, rows, write_config, write_shards
+from tests.helpers.jobs import MEASURED, digest, measured, rewind, rows, write_config
 from tests.helpers.launch import call
 from tests.helpers.paths import ROOT
 from tests.helpers.shards import write_documents
-
-
-@pytest.fixture(scope="module")
-def prefix(tmp_path_factory):
-    return write_shards(tmp_path_factory.mktemp("shards"))
 
 
 def command(script, *args):

@@ -7,11 +7,9 @@ import signal
 import time
 from concurrent.futures import ThreadPoolExecutor
 
-import pytest
-
 from megatron.engine.checkpoint.saved_checkpoints import finished
 from megatron.engine.job import lease
-from tests.helpers.jobs import digest, rows, write_run_config, write_shards
+from tests.helpers.jobs import digest, rows, write_run_config
 from tests.helpers.launch import call, run_script
 from tests.helpers.paths import ROOT
 
@@ -55,16 +53,6 @@ def holder(run):
     """The description of the process that holds the lease of `run`; None if none does."""
     for path in run.glob(".lease-*"):
         return json.loads(path.read_text() or "null")
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return tmp_path_factory.mktemp("writers")
-
-
-@pytest.fixture(scope="module")
-def prefix(folder):
-    return write_shards(folder)
 
 
 def config_at(folder, prefix, **changes):

@@ -21,7 +21,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from megatron.config import Config
-from megatron.engine.build import task_of
+from megatron.engine.build import counts_targets
 from megatron.engine.checkpoint.publish import remove_unfinished
 from megatron.engine.checkpoint.record import TrainingProgress
 from megatron.engine.checkpoint.resume import Start
@@ -175,9 +175,7 @@ def _other_batch(config: Config, saved: Saved) -> str:
 
 def _other_loss(config: Config, saved: Saved) -> str:
     """Return a warning if the checkpoint's version averaged the loss otherwise, otherwise ""."""
-    per_token = config.training.calculate_per_token_loss
-    masks = config.training.eod_mask_loss or task_of(config) is not None
-    if not masks or not per_token or "calculate_per_token_loss" in saved.record.config:
+    if not counts_targets(config) or "calculate_per_token_loss" in saved.record.config:
         return ""
     return (
         "\nevery target now has the same weight in the loss, and every micro-batch had until now: "

@@ -100,7 +100,7 @@ class LossGuard(Hook):
         step.good = False
 
     def judge(self, loss: torch.Tensor, norm: float | torch.Tensor | None) -> str:
-        """Return a text about what is wrong with the step just taken; "" if it is good.
+        """Return a text that names the fault of the last step, or "" if the step is good.
 
         Every rank must call this method.
 

@@ -73,12 +73,14 @@ def keys_per_query(config: Config, corpora: Corpora = ()) -> float:
     """Return the number of keys that a query sees, the mean over queries and layers.
 
     Args:
-        corpora: The text of the run. Without it, each sequence counts as one document.
+        corpora: The text of the run. Without text, or if tokens see other documents too, each
+            sequence counts as one document.
     """
     m = config.model
-    if not m.reset_attention_mask or not corpora:
-        corpora = [(np.array([m.seq_length]), 1.0)]
-    pieces = [(_pieces(lengths, m.seq_length), weight) for lengths, weight in corpora]
+    texts = [(lengths[:MOST_DOCUMENTS], weight) for lengths, weight in corpora]
+    texts = [each for each in texts if m.reset_attention_mask and each[0].any()]
+    texts = texts or [(np.array([m.seq_length]), 1.0)]
+    pieces = [(_pieces(lengths, m.seq_length), weight) for lengths, weight in texts]
     total = sum(weight for _, weight in pieces)
     windows = Counter(layers_of(m.sliding_window_width, m.num_layers))
     keys = 0.0
@@ -92,7 +94,7 @@ def keys_per_query(config: Config, corpora: Corpora = ()) -> float:
 
 def _pieces(documents: np.ndarray, length: int) -> np.ndarray:
     """Return the lengths of the parts into which sequences of `length` tokens cut documents."""
-    ends = documents[documents > 0][:MOST_DOCUMENTS].cumsum(dtype=np.int64)
+    ends = documents.cumsum(dtype=np.int64)
     cuts = np.union1d(ends, np.arange(length, ends[-1], length))
     return np.diff(cuts, prepend=0)
 
@@ -119,7 +121,7 @@ def known_peak(device: torch.device, precision: str) -> float | None:
 
 
 def _peak_memory(device: torch.device) -> float:
-    """Return the peak memory of this process in GB: of its tensors on a GPU, otherwise of all."""
+    """Return the peak memory of this process in GB: that of its tensors on a GPU, or all of it."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / 1e9
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e9

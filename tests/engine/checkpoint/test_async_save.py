@@ -11,7 +11,7 @@ from megatron.config import load_config
 from megatron.engine.checkpoint import async_save
 from megatron.engine.checkpoint.saved_checkpoints import finished, newest
 from megatron.pretraining.run import Job
-from tests.helpers.jobs import cell, rows, write_config, write_shards
+from tests.helpers.jobs import cell, rows, write_config
 from tests.helpers.launch import run_ranks
 
 CELLS = {
@@ -44,16 +44,6 @@ def train_both_ways(groups, folder, prefix):
             config = load_config([folder / name / f"{way}.yml"], world_size=groups.world_size)
             Init.param_id = 0  # ZeRO-3 counts all parameters of a process, and writes the count
             Job(config, groups).run()
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return tmp_path_factory.mktemp("saver")
-
-
-@pytest.fixture(scope="module")
-def prefix(folder):
-    return write_shards(folder)
 
 
 @pytest.fixture(scope="module", params=CELLS)

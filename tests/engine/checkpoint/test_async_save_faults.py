@@ -14,7 +14,7 @@ from megatron.config import load_config
 from megatron.engine.checkpoint import async_save
 from megatron.engine.checkpoint.saved_checkpoints import newest
 from megatron.pretraining.run import Job
-from tests.helpers.jobs import digest, rows, write_run_config, write_shards
+from tests.helpers.jobs import digest, rows, write_run_config
 from tests.helpers.launch import call, run_ranks, run_script
 from tests.helpers.paths import ROOT
 
@@ -50,16 +50,6 @@ else:
 sys.argv = [sys.argv[1], *sys.argv[2:]]
 runpy.run_path(sys.argv[0], run_name="__main__")
 """
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return tmp_path_factory.mktemp("faults")
-
-
-@pytest.fixture(scope="module")
-def prefix(folder):
-    return write_shards(folder)
 
 
 def config_at(folder, prefix, **changes):

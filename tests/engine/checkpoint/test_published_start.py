@@ -27,7 +27,7 @@ from megatron.engine.training.schedule import AnnealingLR, schedule_of
 from megatron.evaluation.by_length import evaluate_checkpoint
 from megatron.model import GPT
 from megatron.parallel.groups import Groups
-from tests.helpers.jobs import rows, write_config, write_shards
+from tests.helpers.jobs import rows, write_config
 from tests.helpers.launch import call
 from tests.helpers.paths import FIXTURES
 
@@ -49,11 +49,6 @@ SHAPE = {
     "save_interval": 2,
     "keep_last_n_checkpoints": 1,
 }
-
-
-@pytest.fixture(scope="module")
-def prefix(tmp_path_factory):
-    return write_shards(tmp_path_factory.mktemp("shards"))
 
 
 @pytest.fixture

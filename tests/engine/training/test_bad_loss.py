@@ -16,7 +16,7 @@ from megatron.engine.errors import BadLossError, DivergedError
 from megatron.engine.run_log.log import RunLog
 from megatron.engine.training.bad_loss import LossGuard
 from megatron.pretraining.run import Job
-from tests.helpers.jobs import digest, rewind, rows, tensors_digest, write_config, write_shards
+from tests.helpers.jobs import digest, rewind, rows, tensors_digest, write_config
 from tests.helpers.launch import run_ranks
 from tests.helpers.shards import write_documents
 
@@ -27,11 +27,6 @@ KEYS = {
     "save_interval": 1,
     "hidden_dropout": 0.1,
 }
-
-
-@pytest.fixture(scope="module")
-def prefix(tmp_path_factory):
-    return write_shards(tmp_path_factory.mktemp("text"))
 
 
 def config_at(folder, prefix, **changes):

@@ -8,12 +8,7 @@ from __future__ import annotations
 import pytest
 
 from tests.helpers.fused_training import keys, train
-from tests.helpers.jobs import digest, rewind, rows, write_config, write_shards
-
-
-@pytest.fixture(scope="module")
-def prefix(tmp_path_factory):
-    return write_shards(tmp_path_factory.mktemp("shards"))
+from tests.helpers.jobs import digest, rewind, rows, write_config
 
 
 def test_training_launches_the_passes_and_learns_as_eager(tmp_path, prefix):

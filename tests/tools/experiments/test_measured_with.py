@@ -1,4 +1,4 @@
-"""Results say what they measured, and a grid takes only those that it asked for."""
+"""Result files record what was measured. A grid takes only results of its own settings."""
 
 from __future__ import annotations
 
