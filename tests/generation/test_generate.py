@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import shutil
@@ -9,6 +10,7 @@ import signal
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -265,3 +267,16 @@ def test_the_reader_leaves_and_ctrl_c(run):
         err = process.stderr.read().decode()
         assert "Traceback" not in err and "generating with" in err
     assert err.endswith("interrupted\n")
+
+
+def test_the_rate_counts_tokens_after_the_first(run, call, monkeypatch):
+    """Each batch looks at the clock at its begin, twice at its first tokens, and at its end."""
+    ticks = itertools.count()
+    monkeypatch.setattr(loop, "time", SimpleNamespace(monotonic=lambda: 2.0 * next(ticks)))
+    out = run.parent / "three.txt"
+    out.write_text("ab\ncd\nefg\n")
+    flags = ("--prompts", out, "--batch-size", 2, "--max-new-tokens", 4, "--endless")
+    _, err = call("--load", run, *flags)
+    # Two batches of 2 s each for the prompts and 2 s for the rest; 3 texts of 1 + 3 tokens.
+    said = "7 prompt tokens, first new tokens after 4.00 s; 12 new tokens, 2.2 tokens/s after"
+    assert said in err, err

@@ -51,10 +51,11 @@ def of_grid(grid: Grid) -> tuple[Frame, list[str]]:
         try:
             if other := why_not_measured(cell.folder, record):
                 raise DataError(other)
-            found = of_run(cell.folder, record)
+            found, left_out = of_run(cell.folder, record)
         except DataError as error:
             remarks.append(f"{cell.name}: {error}, not counted")
             continue
+        remarks += [f"{cell.name}: {why}, not counted" for why in left_out]
         codes.setdefault(tuple(sorted(record.code.items())), []).append(cell.name)
         about = {"cell": cell.name, **cell.axes, "seed": cell.seed, "folder": str(cell.folder)}
         parts.append(found.assign(**about))
@@ -89,21 +90,24 @@ def of_folders(folders: Sequence[Path]) -> Frame:
     for embedding, seed, folder in found:
         row = embedding if names.count((embedding, seed)) == 1 else folder.name
         about = {"cell": folder.name, "embedding": row, "seed": seed, "folder": str(folder)}
-        parts.append(of_run(folder).assign(**about))
+        parts.append(of_run(folder)[0].assign(**about))
     return pd.concat(parts, ignore_index=True)
 
 
-def of_run(folder: Path, record: Record | None = None) -> Frame:
-    """Return the columns `length`, `metric` and `value` of one run folder.
+def of_run(folder: Path, record: Record | None = None) -> tuple[Frame, list[str]]:
+    """Return (table of the results in one run folder, reasons why files were left out).
+
+    The table has the columns `length`, `metric` and `value`.
 
     Args:
-        record: The record of the run, if it is a cell of a grid. Tables of the suite that were
-            measured otherwise than the run asks are then left out.
+        record: The record of the run, if it is a cell of a grid. Files of the suite that were
+            measured otherwise than the record asks are then left out.
 
     Raises:
         DataError: A table is damaged.
     """
     parts: list[Any] = []
+    left_out: list[str] = []
     run = RunFolder(folder)
     own = [path for path in run.results if path.exists()]
     for path in dict.fromkeys([*own, *sorted(folder.glob("*.csv"))]):
@@ -118,12 +122,14 @@ def of_run(folder: Path, record: Record | None = None) -> Frame:
         table = read_table(path)
         if not {"context", "value"} <= {*table}:
             raise DataError(f"{path}: has no columns `context` and `value`")
-        if record is None or not other_measurement(path, table, record):
+        if record is not None and (other := other_measurement(path, table, record)):
+            left_out.append(other)
+        else:
             curve = {"length": table["context"], "metric": metric, "value": table["value"]}
             parts.append(_checked(path, pd.DataFrame(curve)))
-    if not parts:
-        return pd.DataFrame(columns=["length", "metric", "value"])
-    return pd.concat(parts, ignore_index=True).drop_duplicates(["length", "metric"])
+    parts = parts or [pd.DataFrame(columns=["length", "metric", "value"])]
+    found = pd.concat(parts, ignore_index=True).drop_duplicates(["length", "metric"])
+    return found, left_out
 
 
 def _checked(path: Path, table: Frame) -> Frame:

@@ -209,7 +209,9 @@ def share_done(cell: Cell) -> float:
     steps = record.config.get("train_iters") if record else None
     if not isinstance(steps, int) or steps < 1:
         return 0.0
-    row = next(RunFolder(cell.folder).metrics_rows(newest_first=True), {"step": 0})
+    row = {"step": 0}
+    with suppress(OSError):  # only the estimate of the time left depends on this file
+        row = next(RunFolder(cell.folder).metrics_rows(newest_first=True), row)
     return min(1.0, row["step"] / steps)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import shutil
 import signal
 
@@ -11,6 +12,7 @@ import pytest
 
 from megatron.config import load_config
 from megatron.evaluation.by_length import evaluate_checkpoint
+from megatron.run_folder import MOST_BYTES
 from megatron.version import fingerprint
 from tests.helpers.jobs import write_shards
 from tests.tools.experiments.test_experiment_statistics import grid as grid_of
@@ -174,3 +176,25 @@ def test_nothing_is_a_hundred_percent_below(tmp_path, capsys):
     with pytest.raises(SystemExit):
         sweep.main([str(write_grid(tmp_path, "unread", endpoints=endpoints)), "--list"])
     assert "endpoints.P: by: nothing is 100% below" in capsys.readouterr().err
+
+
+def test_a_table_says_which_curves_it_leaves_out(grid):
+    suite = grid.parent / "runs" / "kerple_log-1" / "suite"
+    suite.mkdir()
+    (suite / "by_position.csv").write_text("context,value,split,step\n1,2.0,valid,30\n")
+    (suite / "receptive_field.csv").write_text("context,value,split,step\n1,2.0,test,30\n")
+    assert table.main([str(grid), "--out", str(grid.parent / "out")]) == 0
+    said = (grid.parent / "out" / "report.md").read_text()
+    assert "receptive_field.csv was measured with split test instead of valid, not counted" in said
+    assert "by_position.csv" not in said
+    found = pd.read_csv(grid.parent / "out" / "results.csv")["metric"].to_list()
+    assert "loss by position" in found and "loss by context" not in found
+
+
+def test_metrics_too_large_to_read_do_not_end_a_sweep(grid, monkeypatch, start_forked, capsys):
+    """Only the estimate of the time left reads them."""
+    monkeypatch.setattr(runner, "start", start_forked)
+    run = evaluate(grid, "eval_split=test")
+    os.truncate(run / "metrics.jsonl", MOST_BYTES + 1)
+    sweep.main([str(grid)])
+    assert "kerple_log-1: starts" in capsys.readouterr().out

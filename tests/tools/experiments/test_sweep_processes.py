@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 from pathlib import Path
+from types import SimpleNamespace
 
 import pandas as pd
 import pytest
@@ -12,6 +13,7 @@ import yaml
 from tests.helpers.jobs import BASE
 from tools import sweep, table
 from tools.experiments import runner
+from tools.experiments.grid import read_grid
 
 
 class Fake:
@@ -103,3 +105,33 @@ def test_jobs_are_at_least_one(grid, capsys):
     with pytest.raises(SystemExit) as stopped:
         sweep.main([str(grid), "--jobs", "0"])
     assert stopped.value.code == 2 and "--jobs: 0 is not in [1, inf]" in capsys.readouterr().err
+
+
+def test_the_time_left_by_hand(grid, monkeypatch):
+    """Four cells of 100 s each, two at a time. An earlier sweep did half of the first."""
+    now, begun, said = [0.0], {}, []
+
+    class Timed:
+        returncode = 0
+
+        def __init__(self, *_):
+            self.begin = max(begun.values())
+
+        def poll(self):
+            return 0 if now[0] >= self.begin + 100 else None
+
+    def share_done(cell):
+        begin = begun.setdefault(cell.seed, now[0] - (50 if cell.seed == 1 else 0))
+        return min(1.0, (now[0] - begin) / 100)
+
+    def wait(_):
+        now[0] += 25
+
+    monkeypatch.setattr(runner, "share_done", share_done)
+    monkeypatch.setattr(runner, "start", Timed)
+    monkeypatch.setattr(runner, "time", SimpleNamespace(monotonic=lambda: now[0], sleep=wait))
+    runner.Runner(["", ""], said.append, int).run(read_grid(grid).cells)
+    # 3.5 cells of work, and a look each 25 s. A cell starts one look after another has ended.
+    # After 50 s, 0.5 + 0.5 are done; after 100 s, 0.5 + 1 + 0.25; after 175 s, 0.5 + 1 + 1 + 0.5.
+    left = [line.partition("time left: ")[2] for line in said if "time left" in line]
+    assert left == ["0:02:05", "0:01:40", "0:00:29", "0:00:00"]

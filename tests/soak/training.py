@@ -1,11 +1,11 @@
 """Hurt one run 30 times, and compare it with a run that was left alone, bit for bit.
 
-    python tests/soak.py --folder /tmp/soak --seed 1     as root: it mounts a small disk there
+    python tests/soak/training.py --folder /tmp/soak --seed 1     as root: it mounts a disk
 
 Two ranks under torchrun train 300 steps, in a new layout after 100 and 200 steps. The faults and
 their moments are drawn from the seed. After each fault the same command is given again. A line of
 `soak.log` is written after each fault. A second start with the same folder goes on after the last
-line. With `--async-save`, the hurt run saves beside training. The last logs are `tests/soak.log`.
+line. With `--async-save`, the hurt run saves beside training. The last logs are `training.log`.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 PHASE, PHASES, FAULTS = 100, 3, 30
 STAGES = (1, 2, 1)
 """The ZeRO stage of each phase; each change is a conversion of the checkpoint."""
