@@ -14,6 +14,9 @@ TASK_TOKENIZER = "TaskTokenizer"
 
 
 def task_name(data_path: Any) -> str | None:
-    """Return NAME if `data_path` is builtin:NAME and NAME is a length task, otherwise None."""
+    """Return the name of the length task that `data_path` selects, or None if it selects no task.
+
+    For example, `builtin:copy` selects the length task `copy`.
+    """
     name = data_path.removeprefix(PREFIX) if isinstance(data_path, str) else ""
     return name if name != data_path and name in TASKS else None

@@ -17,7 +17,7 @@ from megatron.config.per_layer import per_layer, values_of
 
 
 def _choice(names: str, **others: Mapping[str, str]) -> BeforeValidator:
-    """Return a check for one of several names.
+    """Return a pydantic validator that accepts one of several names.
 
     Args:
         names: The accepted names, separated by spaces.

@@ -12,8 +12,8 @@ from megatron.config.rules.relation import Found, Values
 def derive(values: Values, world_size: int) -> Iterator[Found]:
     """Fill in the derived fields of `values` in place, and yield each problem.
 
-    A problem is (field name, error text). For example, the train batch size may not be a
-    multiple of the data-parallel size.
+    A problem is a pair (field name, error text). For example, it is a problem if the train batch
+    size is not a multiple of the data-parallel size.
     """
     defaults = {
         "num_kv_heads": values.get("num_attention_heads"),

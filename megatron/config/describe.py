@@ -65,7 +65,7 @@ def _derived(config: Config) -> list[str]:
 def _inner_width(m: ModelConfig) -> str:
     """Return a text that says how the inner width of the MLP follows from the config.
 
-    For a gated MLP, an example is `intermediate_size 768 x 2/3 / 2` (see `mlp_width.inner_width`).
+    For example, the text for a gated MLP may be `intermediate_size 768 x 2/3 / 2`.
     """
     text = f"intermediate_size {m.intermediate_size}"
     text += " x 2/3 / 2" if m.activation in GATED else ""

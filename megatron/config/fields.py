@@ -94,13 +94,14 @@ def number(
     whole: bool = False,
     write: str = "e.g. 0.1",
 ) -> Check:
-    """Return a check for finite numbers from `low` to `high`.
+    """Return a function that checks that a value is a finite number from `low` to `high`.
 
     Args:
         low: The lower bound.
         high: The greatest allowed number, or None for no upper bound.
         above: Whether numbers must be above `low`. If false, `low` itself is allowed.
-        whole: Whether numbers must be whole. If true, the check returns an int, otherwise a float.
+        whole: Whether numbers must be whole. If true, the function returns an int, otherwise a
+            float.
         write: An example of a valid value for the error message.
     """
     bounds = f" above {low}" if above else f" of at least {low}"
@@ -121,7 +122,10 @@ def number(
 
 
 def whole_number(low: int, high: int | None = None, *, write: str = "e.g. 100") -> Check:
-    """Return a check for whole numbers from `low` to `high`; see `number`."""
+    """Return a function that checks that a value is a whole number from `low` to `high`.
+
+    `number` describes the arguments.
+    """
     return number(low, high, whole=True, write=write)
 
 
@@ -131,7 +135,7 @@ def one_of(
     aliases: Mapping[str, str] | None = None,
     refused: Mapping[str, str] | None = None,
 ) -> Check:
-    """Return a check for one of `names`, ignoring case.
+    """Return a function that checks that a value is one of `names`, ignoring case.
 
     Args:
         names: The accepted names.
@@ -171,9 +175,9 @@ def text(value: Any) -> str:
 
 
 def texts(expected: str, write: str, *, commas: bool = False) -> Check:
-    """Return a check for a list of non-empty texts. The check returns the list as a tuple.
+    """Return a function that checks a list of non-empty texts and returns it as a tuple.
 
-    The check also accepts a single text, which counts as a list of one text.
+    The function also accepts a single text, which counts as a list of one text.
 
     Args:
         expected: What the list is, for the error message.
@@ -200,9 +204,9 @@ def degree(value: Any) -> int:
 
 
 def whole_numbers(low: int) -> Check:
-    """Return a check for a list of whole numbers that are at least `low`.
+    """Return a function that checks a list of whole numbers that are at least `low`.
 
-    The check also accepts a single number, or text such as `128,256` (easy to type after `-o`).
+    The function also accepts a single number, or text such as `128,256` (easy to type after `-o`).
     """
     check_item = whole_number(low)
 

@@ -44,7 +44,7 @@ def to_flat_dict(sections: Iterable[BaseModel]) -> dict[str, Any]:
 
 
 class _Dumper(yaml.SafeDumper):
-    """A YAML dumper that adds quotes to a text if `reader.scalar` would not read it as text.
+    """A YAML dumper that adds quotes to each text that `reader.scalar` would read as another type.
 
     For example, `reader.scalar` reads an unquoted `6e-4` as a number. PyYAML's own dumper would
     leave the text `6e-4` unquoted.

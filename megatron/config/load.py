@@ -154,7 +154,7 @@ def _text(detail: Any, value: Any) -> str:
 
 
 def _choose_tokenizer(given: dict[str, Given], values: dict[str, Any]) -> None:
-    """Select the tokenizer if `data_path` is builtin and no tokenizer is given."""
+    """Select the tokenizer if `data_path` starts with `builtin:` and no tokenizer is given."""
     path = values.get("data_path")
     if isinstance(path, str) and path.startswith("builtin:") and "tokenizer_type" not in given:
         values["tokenizer_type"] = TASK_TOKENIZER if task_name(path) else "ByteLevelTokenizer"

@@ -52,7 +52,7 @@ def values_of(value: Any) -> list[Any]:
     """Return the distinct values of the layers, in order of first occurrence.
 
     Args:
-        value: One value for all layers, or the checked groups of layers.
+        value: One value for all layers, or a tuple of groups (values, repeats).
     """
     if not isinstance(value, tuple):
         return [value]
@@ -63,8 +63,8 @@ def layers_of(value: Any, num_layers: int) -> list[Any]:
     """Return a list with the value of each layer.
 
     Args:
-        value: One value for all layers, or the checked groups of layers. The groups must have
-            `num_layers` layers in total.
+        value: One value for all layers, or a tuple of groups (values, repeats). The groups must
+            have `num_layers` layers in total.
     """
     if not isinstance(value, tuple):
         return [value] * num_layers
@@ -76,7 +76,7 @@ def problem_of(value: Any, num_layers: int) -> str | None:
     """Return an error text if the groups do not add up to `num_layers` layers, otherwise None.
 
     Args:
-        value: One value for all layers, or the checked groups of layers.
+        value: One value for all layers, or a tuple of groups (values, repeats).
     """
     if not isinstance(value, tuple):
         return None
@@ -87,9 +87,9 @@ def problem_of(value: Any, num_layers: int) -> str | None:
 
 
 def layer_count(groups: tuple[tuple[tuple[Any, ...], Any], ...], num_layers: int) -> int:
-    """Return the number of layers in `groups`.
+    """Return the number of layers in `groups`, which are pairs (values, repeats).
 
-    A group with `all` is repeated as often as its values fit into `num_layers` layers.
+    If `repeats` is `all`, the values are repeated as often as they fit into `num_layers` layers.
     """
     return sum(len(values) * _times(values, repeats, num_layers) for values, repeats in groups)
 
@@ -97,8 +97,9 @@ def layer_count(groups: tuple[tuple[tuple[Any, ...], Any], ...], num_layers: int
 def same_layers(one: Any, other: Any, num_layers: int) -> bool:
     """Return whether two config values assign the same value to each layer.
 
-    Their groups may differ: `[[[a], 2]]` and `[[[a, a], 1]]` are the same for two layers. If one
-    of the values has a wrong syntax or does not fit `num_layers`, the result is False.
+    The values may have different groups. For example, `[[[a], 2]]` and `[[[a, a], 1]]` both assign
+    `a` to two layers. If a config value has a wrong syntax or does not fit `num_layers`, return
+    False.
     """
     check = per_layer(lambda each: each)
     try:
@@ -111,8 +112,8 @@ def same_layers(one: Any, other: Any, num_layers: int) -> bool:
 
 
 def _times(values: tuple[Any, ...], repeats: Any, num_layers: int) -> int:
-    """Return how often the values of a group are repeated.
+    """Return how often the values of a group (values, repeats) are repeated.
 
-    `all` means as often as they fit into `num_layers` layers.
+    If `repeats` is `all`, the values are repeated as often as they fit into `num_layers` layers.
     """
     return num_layers // len(values) if repeats == ALL else repeats

@@ -88,7 +88,7 @@ class _Document:
     """One YAML document. `settings` holds its content, `problems` its faults (duplicate keys, ...).
 
     Args:
-        name: The path of the file, or the text of the override. Problems are reported under it.
+        name: The path of the file, or the text of the override. Each problem names it as its place.
         text: The document's text.
     """
 

@@ -25,7 +25,10 @@ class CorpusError(DataError):
 
 
 class TaskError(DataError):
-    """The name of a length task is unknown, or an option or a length does not fit the task."""
+    """The name of a length task is unknown, or the task does not accept an option or a length.
+
+    A length task, such as copying n symbols, tests a model on longer examples than in training.
+    """
 
 
 class DataExhausted(DataError):

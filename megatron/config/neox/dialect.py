@@ -48,8 +48,8 @@ def translate(settings: Settings) -> Translation:
 def _by_key(settings: Settings) -> dict[str, Given]:
     """Return `settings` as a dict from dotted key, such as "fp16.enabled", to setting.
 
-    In `settings`, each value inside a mapping is a separate entry. If the mapping's key is in
-    `OPAQUE` (such as `theta_init`), these entries become one setting, whose value is a dict.
+    `settings` has one entry for each value inside a mapping, and so has the dict. But a mapping
+    whose key is in `OPAQUE` (such as `theta_init`) becomes one setting, whose value is a dict.
     """
     by_key: dict[str, Given] = {}
     for path, given in settings.items():
@@ -70,8 +70,8 @@ def _sort_keys(by_key: dict[str, Given], out: Translation) -> dict[str, Given]:
     """Handle every key that can be read by itself, and return the other known keys.
 
     The value of a key that sets a field is written into `out.given`. A refused or unknown key adds
-    a problem to `out`, and a key without effect adds a note. The returned
-    keys have a meaning only together. `zero.py` and `keys_read_together.py` read them.
+    a problem to `out`, and a key without effect adds a note to `out`. The returned keys have a
+    meaning only together with other keys. `zero.py` and `keys_read_together.py` read them.
     """
     values = {key: given.value for key, given in by_key.items()}
     others: dict[str, Given] = {}

@@ -39,9 +39,9 @@ def _members(group: str) -> set[str]:
 
 
 def unknown_name(key: str) -> str:
-    """Return the name under which to report an unknown dotted key.
+    """Return the name under which to report an unknown dotted key `a.b`.
 
-    For a key `a.b`, the name is `a.b` if a known key is `a` or starts with `a.`. Otherwise, the
+    The name is `a.b` if `a` is a known key, or a mapping that contains known keys. Otherwise, the
     name is `a`.
     """
     top = key.partition(".")[0]

@@ -28,9 +28,9 @@ class Refusal:
     Attributes:
         reason: Why the key is refused.
         instead: What the user should write instead.
-        harmless: A function of (value of the key, all settings). It returns whether the value asks
-            only for what happens anyway, such as false for a feature that does not exist here. A
-            harmless value is accepted.
+        harmless: A function of (value of the key, all settings). It returns True if the value is
+            accepted because it changes nothing, such as false for a feature that does not exist
+            here.
     """
 
     reason: str

@@ -11,10 +11,13 @@ _SPLITS = ("train", "valid", "test")
 
 @relation(*(f"{split}_data_{kind}" for kind in ("paths", "weights") for split in _SPLITS))
 def _blended(*given: tuple) -> Found | None:
-    """Check `*_data_paths` and `*_data_weights` by GPT-NeoX's rules.
+    """Return a problem if `*_data_paths` and `*_data_weights` break GPT-NeoX's rules.
 
     Paths must be given for all three splits (train, valid, test) or for none. If a split has
     weights, it must have one weight for each path.
+
+    Args:
+        given: The paths of the three splits, then the weights of the three splits.
     """
     paths, weights = given[:3], given[3:]
     if any(paths) and not all(paths):

@@ -34,8 +34,8 @@ def relation(*names: str, unset: bool = False) -> Callable[[Relation], Relation]
 def broken(values: Values) -> Iterator[Found]:
     """Yield (field name, error message) for each rule that `values` break.
 
-    Rules that need a missing field are skipped, because the problem of that field is already
-    reported.
+    A rule is skipped if one of its fields is missing in `values`. A missing field had an invalid
+    value, which is already reported.
     """
     for names, unset, check in _RELATIONS:
         given = [values[name] for name in names if name in values]

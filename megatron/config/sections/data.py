@@ -51,10 +51,10 @@ class DataConfig(Section):
 
 
 class EvaluationConfig(Section):
-    """The settings for perplexity by sequence length, and the tasks of lm-evaluation-harness.
+    """The settings for perplexity by sequence length, and for the tasks of lm-evaluation-harness.
 
     After training, train.py measures the perplexity. evaluate.py measures the perplexity and scores
-    the tasks. Only the last two keys exist in GPT-NeoX.
+    the tasks. Of these keys, only `eval_tasks` and `eval_results_prefix` exist in GPT-NeoX.
     """
 
     eval_lengths: Lengths = ()  # sequence lengths to measure; of a length task, its lengths

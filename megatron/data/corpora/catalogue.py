@@ -31,8 +31,8 @@ class RemoteFile:
 
     Attributes:
         urls: The addresses of the file, tried in order; some may no longer work.
-        size: The size in bytes, or None if it is not certain.
-        sha256: The SHA-256 in hex, or None if it is not certain.
+        size: The size in bytes, or None if it is not known for certain.
+        sha256: The SHA-256 in hex, or None if it is not known for certain.
     """
 
     urls: tuple[str, ...]
@@ -52,8 +52,8 @@ class Corpus:
     Attributes:
         files: The archives of the corpus.
         licence: The licence of the text.
-        pile_set: The `meta.pile_set_name` of the corpus's records in the Pile, or None if the
-            corpus is not one of the Pile's data sets.
+        pile_set: The value of `meta.pile_set_name` in those records of the Pile that belong to the
+            corpus. None if the corpus is not one of the Pile's data sets.
         hubs: The ids of data sets on the Hugging Face hub that contain the same text.
         note: A remark for the user.
     """

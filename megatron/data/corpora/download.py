@@ -142,10 +142,15 @@ def _from_address(url: str, file: RemoteFile, path: Path) -> str:
 
 
 def _complete(url: str, file: RemoteFile, part: Path, version: Path) -> None:
-    """Download into `part` until the file is complete.
+    """Download a file into `part`, and try again if the connection breaks.
 
-    If the connection breaks, try again until `_ATTEMPTS` attempts in a row gave no new byte. An
-    HTTP error status ends the download at once.
+    Stop after `_ATTEMPTS` attempts in a row that gave no new byte. After an HTTP error status, stop
+    at once.
+
+    Args:
+        url: The address of the file.
+        part: The file that receives the bytes. If it exists, the download continues at its end.
+        version: The file that stores the version of `part` (see `_append`).
     """
     idle = 0
     while True:

@@ -58,9 +58,10 @@ _REVISION = 2  # increase it when other files are selected, so that shards are m
 def resolve_data_path(
     data_path: str | tuple[str, ...] | None, data_dir: str | os.PathLike, tokenizer: Tokenizer
 ) -> str | tuple[str, ...]:
-    """Return the prefix of the token shard of corpus NAME if `data_path` is "builtin:NAME".
+    """If `data_path` is "builtin:NAME", return the prefix of the token shard of the corpus NAME.
 
-    If the shard does not exist, create it first. Return any other `data_path` unchanged.
+    The prefix is the path of the shard without .bin or .idx. If the shard does not exist, create it
+    first. Return any other `data_path` unchanged.
 
     Raises:
         CorpusError: `data_path` is None, or there is no built-in corpus NAME.
@@ -101,7 +102,7 @@ def prepare_builtin(name: str, data_dir: str | os.PathLike, tokenizer: Tokenizer
 
 
 def stdlib_files() -> list[Path]:
-    """Return the files of `python-stdlib` in the order of its documents.
+    """Return the files of the built-in corpus `python-stdlib`, in the order of its documents.
 
     The paths are relative to the folder of the standard library.
     """

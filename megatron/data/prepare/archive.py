@@ -27,10 +27,11 @@ _FIRST = 1_000_000  # the number of the first file; readers sort names, so 10 mu
 
 
 class ArchiveWriter(AbstractContextManager["ArchiveWriter"]):
-    """A writer of an archive that appears complete or not at all.
+    """A writer of an archive of `lm_dataformat`. The archive appears complete or not at all.
 
-    The writer fills the hidden folder `.NAME.part` beside `folder`. `finalize` renames it to
-    `folder`. A killed process leaves the hidden folder, and a later run may continue it.
+    The writer fills the hidden folder `.NAME.part` beside `folder`, where NAME is the name of
+    `folder`. `finalize` renames the hidden folder to `folder`. A killed process leaves the hidden
+    folder, and a later run may continue it.
 
     Args:
         folder: The folder of the archive.
@@ -61,7 +62,7 @@ class ArchiveWriter(AbstractContextManager["ArchiveWriter"]):
         return len(self._complete_files()) >= files
 
     def rewind(self, files: int) -> None:
-        """Keep the first `files` files of an earlier run, remove the others, and continue there.
+        """Keep the first `files` files of an earlier run, remove the others, and write after them.
 
         Raises:
             CorpusError: Another process is writing this archive, or its folder cannot be made.

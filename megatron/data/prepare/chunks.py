@@ -213,19 +213,19 @@ def batches(items: Iterable[T], size_of: Callable[[T], int]) -> Iterator[list[T]
 
 @contextmanager
 def foreign_bytes(place: Place, message: str = "is truncated or damaged") -> Iterator[None]:
-    """Turn almost any error of the `with` block into a `Fault`.
+    """Turn an error of the `with` block into a `Fault`, unless it is a DataError or a MemoryError.
 
     The libraries that parse archives and tables raise many more types of errors than they document.
 
     Args:
-        place: The position of the reader. The fault's text names it.
-        message: The first words of the fault's text. The text of the original error follows them.
+        place: The position of the reader, which the text of the `Fault` names.
+        message: The first words of the text of the `Fault`. The text of the error follows them.
 
     Raises:
-        DataError: The block raised a DataError. It is raised unchanged.
-        CorpusError: The block ran out of memory. This is no `Fault`, because the input may be
-            intact. After a `Fault`, a run may skip the input.
-        Fault: The block raised any other error.
+        Fault: The block raised an error that is none of the following.
+        DataError: The block raised this error.
+        CorpusError: The block ran out of memory. The input may be intact, so a run must not skip
+            it, as it may skip an input with a `Fault`.
     """
     try:
         yield

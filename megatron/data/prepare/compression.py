@@ -93,8 +93,8 @@ class ZstdStream(_Readable):
 class _Counted(_Readable):
     """A stream that counts the bytes that it returns. It reads its source in small pieces.
 
-    At the end of a truncated file, the last read fails. The decompressors of Python's standard
-    library then lose the data of that read. With small reads (`readinto1`), little data is lost.
+    When a decompressor of Python's standard library reaches the end of a truncated file, its read
+    raises an error, and the data of this read is lost. Small reads (`readinto1`) lose little data.
     """
 
     def __init__(self, stream: Any, count: Callable[[int], None]) -> None:
@@ -112,11 +112,11 @@ def decompressed(
 ) -> io.BufferedReader:
     """Return the decompressed content of `source` as a buffered stream.
 
-    `read(n)` returns fewer than n bytes only at the end.
+    The stream's `read(n)` returns fewer than n bytes only at the end of the stream.
 
     Args:
-        name: The name of the file. Its suffix determines the compression. If it is not the suffix
-            of a compressed file, the stream returns the bytes of `source` unchanged.
+        name: The name of the file. Its suffix determines the compression. With any other suffix,
+            the stream returns the bytes of `source` unchanged.
         count: A function that is called with the number of new bytes whenever the stream produces
             bytes. The function may raise an error if the stream produces too many bytes.
     """

@@ -46,12 +46,15 @@ class State:
 
     @property
     def kept(self) -> list:
-        """The arguments of `rewind` for each output. The shards come first, then the archive."""
+        """The arguments of `rewind` for the writer of each shard, then for the archive's writer.
+
+        They say how much of each output was complete when the journal was written.
+        """
         return [*self.written, [self.archive]]
 
 
 class Journal:
-    """The journal file of a run.
+    """The file that records how far a preparation run has come, so that a later run can continue.
 
     Args:
         prefix: The path of the shards without suffix. The journal is the file PREFIX.journal.
@@ -71,7 +74,7 @@ class Journal:
         self.refused: str | None = None
 
     def read(self) -> State | None:
-        """Return the state that was last written, or None if there is no journal of this job."""
+        """Return the last state written, or None if there is no valid journal of this job."""
         if not self.exists:
             return None
         try:

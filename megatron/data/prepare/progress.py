@@ -67,10 +67,11 @@ class ProgressBar:
 
 
 def describe_nothing(inputs: list[str], causes: dict[str, int]) -> str:
-    """Return the error message for inputs without any document.
+    """Return the error message for inputs that contain no document with text.
 
     Args:
-        causes: Maps each reason ("without text", ...) to the number of records left out.
+        causes: Maps each reason why records were left out, such as "without text", to the number of
+            these records.
     """
     lost = ", ".join(f"{count:,} {cause}" for cause, count in causes.items() if count)
     shown = ", ".join(inputs[:_LISTED]) + (", ..." if len(inputs) > _LISTED else "")

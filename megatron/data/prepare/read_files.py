@@ -35,7 +35,8 @@ def read_source(
 
     Args:
         source: The source to read.
-        keys: The keys of a record that will be encoded. Other keys may be left out of the chunks.
+        keys: The keys under which a record holds the texts to encode. The chunks may leave out
+            other keys.
         facts: A dict to which the SHA-256 of the input is added when all chunks have been read.
         limits: The limits that the input must not exceed.
 
@@ -52,10 +53,11 @@ def read_source(
 
 
 class _TarEntry(tarfile.TarInfo):
-    """The header of a member of a tar archive. A truncated or damaged archive raises an error.
+    """The header of a member of a tar archive. With it, `tarfile` refuses damaged archives.
 
-    A complete archive ends with an end mark, a block of zeros. `tarfile` itself does not require
-    this mark: it also stops without an error at a damaged header, or where the file ends.
+    A complete archive ends with an end mark, a block of zeros. Without this class, `tarfile` stops
+    silently at a damaged header, or where a truncated file ends. With this class, it raises an
+    error if the end mark is missing.
     """
 
     @classmethod

@@ -136,10 +136,10 @@ def record_chunks(
 
 
 def _json_value(value: Any) -> Any:
-    """Convert a value that JSON cannot express.
+    """Return a JSON value that replaces `value`, which JSON cannot express.
 
-    Bytes become text, and any other value becomes a dict. The encoder later reports a record as
-    faulty if it must encode such a dict, or text from bytes that are not valid UTF-8.
+    Bytes become text, and any other value becomes a dict. If the encoder must encode such a dict,
+    or text from bytes that are not valid UTF-8, it reports the record as faulty.
     """
     if isinstance(value, bytes):
         return value.decode("utf-8", "surrogateescape")

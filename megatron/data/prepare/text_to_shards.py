@@ -228,9 +228,10 @@ class Preparation:
         return manifests
 
     def _report_no_documents(self, faults: int) -> None:
-        """Raise CorpusError. If the run encodes one of several partitions, only print a warning.
+        """Raise a CorpusError that says that the inputs contain no document with text.
 
-        One of several partitions may be empty while the others have documents.
+        If the run encodes one of several partitions, only print a warning, because the other
+        partitions may contain documents.
         """
         causes = {
             "faulty records skipped": faults,

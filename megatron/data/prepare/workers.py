@@ -83,10 +83,10 @@ class Workers:
         Call this method only once in a `with` block.
 
         Raises:
-            CorpusError: A worker died. It is raised after the results of all items before that
-                worker's item were yielded.
-            Exception: `function` raised an error. It is raised again here, after the results of all
-                earlier items were yielded.
+            CorpusError: A worker died while it had an item. The results of all earlier items are
+                yielded first.
+            Exception: `function` raised this error for an item. The results of all earlier items
+                are yielded first.
         """
         if not self._workers:  # one process
             yield from map(self.function, items)
@@ -158,7 +158,7 @@ def _work(function: Callable[[Any], Any], pipe: Connection, parent: int) -> None
     Args:
         function: The function that turns an item into a result.
         pipe: The pipe from which items are received, and to which answers are sent.
-        parent: The process id of the parent process.
+        parent: The process id of the parent process. If the parent has already ended, exit at once.
     """
     for number in SIGNALS:
         signal.signal(number, signal.SIG_IGN)

@@ -50,11 +50,13 @@ def normalized(weights: Sequence[float]) -> list[float]:
 def weights_by_documents(documents: Sequence[int], alpha: float) -> list[float]:
     """Return the weights of corpora for `weight_by_num_documents`, normalised to the sum 1.
 
-    The module docstring gives the formula.
+    With n_d documents in corpus d and the exponent alpha, the weight w_d is
+
+        p_d = n_d / sum n;   q_d = p_d^alpha / sum p^alpha;   w_d = q_d (1 - p_d), normalised
 
     Args:
         documents: The number of documents in each corpus.
-        alpha: The exponent of the formula.
+        alpha: The exponent.
     """
     total = sum(documents)
     if len(documents) == 1 or total == 0:  # a split without documents has no samples either

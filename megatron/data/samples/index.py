@@ -37,7 +37,10 @@ _CHUNK = 1 << 17
 
 @dataclass(frozen=True)
 class SampleIndex:
-    """The order of training samples (see the module docstring).
+    """The order of training samples.
+
+    The documents of all epochs are shuffled, concatenated and cut into pieces. Each piece is one
+    sample, and the pieces are shuffled as well.
 
     Attributes:
         doc_idx: [epochs * documents], the shuffled document numbers.
@@ -52,12 +55,12 @@ class SampleIndex:
 
     @property
     def num_built(self) -> int:
-        """The number of samples in the index (S in the module docstring)."""
+        """The number of samples in the index."""
         return len(self.shuffle_idx)
 
 
 def num_epochs(tokens_per_epoch: int, seq_length: int, num_samples: int) -> int:
-    """Return the fewest epochs that give `num_samples` samples (E in the module docstring)."""
+    """Return the fewest epochs whose tokens give at least `num_samples` samples."""
     return max(1, -(-(num_samples * seq_length + 1) // tokens_per_epoch))
 
 
@@ -106,10 +109,10 @@ def build_sample_index(arguments: IndexArguments) -> SampleIndex:
 
 
 def sample_idx_dtype(num_built: int, num_places: int) -> type:
-    """Return the dtype of `sample_idx`: int32 where possible, otherwise int64.
+    """Return the dtype of the array `SampleIndex.sample_idx`: int32 if possible, otherwise int64.
 
-    int32 is possible if it can represent the number of entries of `sample_idx` (GPT-NeoX's rule)
-    and all places in `doc_idx`.
+    int32 is possible if it can represent the number of entries of the array (GPT-NeoX's rule) and
+    every place in `doc_idx`.
 
     Args:
         num_built: The number of samples in the index.

@@ -47,12 +47,16 @@ def shard_path(prefix: str | os.PathLike, suffix: str) -> Path:
 
 
 def starts_in_bin(sizes: np.ndarray, itemsize: int, begin: int) -> tuple[np.ndarray, int]:
-    """Return the byte offsets at which the documents start, int64 [n], and at which the last ends.
+    """Return where n consecutive documents lie in the .bin file of a token shard.
 
     Args:
-        sizes: The number of tokens in each of n > 0 consecutive documents.
+        sizes: The number of tokens in each of the n > 0 documents.
         itemsize: The number of bytes of a token.
-        begin: The offset at which the first of these documents starts.
+        begin: The offset in bytes at which the first of these documents starts.
+
+    Returns:
+        (starts, end): the offset in bytes at which each document starts, int64 [n], and the offset
+        in bytes at which the last document ends.
     """
     ends = begin + np.cumsum(sizes, dtype=np.int64) * itemsize
     return ends - sizes * np.int64(itemsize), int(ends[-1])

@@ -16,9 +16,10 @@ _MOST_PARTITIONS = 1 << 20
 
 
 def build_manifest(tokenizer: Tokenizer, append_eod: bool, counts: dict, source: dict) -> dict:
-    """Build the manifest of a shard that was made with `tokenizer`.
+    """Return the manifest of a token shard, a dict that records how the shard was made.
 
     Args:
+        tokenizer: The tokenizer that made the shard.
         append_eod: Whether each document ends with the tokenizer's end-of-document token.
         counts: Maps each name in `COUNTS`, such as "documents", to a number.
         source: The corpus or files that were encoded, and the number of skipped records. If the
@@ -87,11 +88,12 @@ def _is_partition(value: object) -> bool:
 
 
 def partition_of(manifest: dict | None) -> dict | None:
-    """Return the manifest's entry `partition`, or None if the shard is not a partition of a run.
+    """Return the manifest's entry `partition`, or None if there is no such entry.
 
-    The entry is a dict with four keys. `part` is the number of the partition, counted from 1. `of`
-    is the number of partitions. `begin` is the first chunk of the partition and `end` the last.
-    Both are pairs [number of the input, number of the chunk in that input], or None if the
+    A preparation run can be divided into partitions, and each partition is written to a shard of
+    its own. The entry is a dict with four keys. `part` is the number of the partition, counted from
+    1. `of` is the number of partitions. `begin` is the first chunk of the partition and `end` the
+    last. Both are pairs [number of the input, number of the chunk in that input], or None if the
     partition has no chunk.
     """
     return ((manifest or {}).get("source") or {}).get("partition")

@@ -15,10 +15,10 @@ from megatron.data.tasks.base import ASKED, Example, Task, numbers, option, ques
 
 @dataclass(frozen=True)
 class Parity(Task):
-    """The answer is the number of ones among n bits, modulo 2.
+    """The task of computing the parity of n bits, which is the number of ones modulo 2.
 
     If `steps` is true, the answer has n tokens: the parity of the first bit, of the first two bits,
-    and so on.
+    and so on. Otherwise, the answer is the parity of all n bits.
     """
 
     name = "parity"
@@ -36,10 +36,11 @@ class Parity(Task):
 
 @dataclass(frozen=True)
 class Modular(Task):
-    """The answer is the value of n numbers joined by `+`, `-` and `*`, modulo `modulus`.
+    """The task of computing the value of n numbers joined by `+`, `-` and `*`, modulo `modulus`.
 
     The value is computed from left to right, without precedence. If `steps` is true, the answer has
-    n tokens: the value of the first number, of the first two numbers, and so on.
+    n tokens: the value of the first number, of the first two numbers, and so on. Otherwise, the
+    answer is the value of all n numbers.
     """
 
     name = "modular"
@@ -64,10 +65,10 @@ class Modular(Task):
 
 @dataclass(frozen=True)
 class Addition(Task):
-    """The answer is the sum of two numbers of n digits, written with n + 1 digits.
+    """The task of adding two numbers of n digits. The answer is the sum, written with n + 1 digits.
 
-    If `reverse` is true, all three numbers are written from their last digit to their first. Each
-    digit of the answer then follows from one digit of each number and the carry so far.
+    If `reverse` is true, the two numbers and the sum are written from their last digit to their
+    first. Each digit of the sum then follows from one digit of each number and the carry so far.
     """
 
     name = "addition"

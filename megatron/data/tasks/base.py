@@ -33,7 +33,12 @@ Example = tuple[list[str], list[bool]]
 
 
 def option(default: int | bool, least: int = 1) -> Any:
-    """Return a dataclass field for an option of a task. A whole number must be at least `least`."""
+    """Return a dataclass field for an option of a task.
+
+    Args:
+        default: The default value of the option.
+        least: The smallest value that a user may give, if the option is a whole number.
+    """
     return field(default=default, metadata={"least": least})
 
 
@@ -49,7 +54,9 @@ def question(asked: Sequence[str], answer: Sequence[str]) -> Example:
 
 @dataclass(frozen=True)
 class Task(ABC):
-    """A length task. The fields of the class are the task's options.
+    """Base class of the length tasks, such as copying n symbols. Its fields are the task's options.
+
+    A length task trains on short examples and measures the accuracy on longer ones.
 
     Attributes:
         name: The name of the task in `data_path: builtin:NAME`.
@@ -94,7 +101,9 @@ class Task(ABC):
             )
 
     def row(self, rng: np.random.Generator, length: int) -> np.ndarray:
-        """Draw an example as a row (see the module docstring) without `END_OF_DOCUMENT` tokens.
+        """Draw an example and return its tokens as int64 [number of tokens].
+
+        A token of the answer is stored as its id, and any other token as ~id, which is negative.
 
         Raises:
             TaskError: The options do not allow this length.
@@ -105,7 +114,7 @@ class Task(ABC):
         return np.where(is_answer, ids, ~ids)
 
     def width(self, length: int) -> int:
-        """Return the number of tokens of an example, without `END_OF_DOCUMENT` tokens."""
+        """Return the number of tokens in an example of this length."""
         return len(self.row(np.random.default_rng(0), length))
 
     @property

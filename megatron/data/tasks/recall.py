@@ -11,11 +11,12 @@ from megatron.data.tasks.base import ASKED, Example, Task, option
 
 @dataclass(frozen=True)
 class Recall(Task):
-    """After n pairs of a key and a value, each key comes again, and the answer is its value.
+    """The task of recalling values by their keys.
 
-    The second time, the keys come in random order. The n keys of an example are all different, so n
-    is at most `keys`. Values may occur several times. Each answer stands directly after its key, so
-    the model has read all earlier answers when it predicts the next.
+    An example lists n pairs of a key and a value. Then each key comes again, in random order, and
+    the answer is its value. The n keys of an example are all different, so n is at most `keys`.
+    Values may occur several times. Each answer stands directly after its key, so the model has read
+    all earlier answers when it predicts the next.
     """
 
     name = "mqar"

@@ -18,9 +18,9 @@ _MEASURED = len(SPLITS)  # the stream of random numbers of `examples_at`, after 
 
 
 class TaskSamples(Samples):
-    """The samples of one split. Each sample holds one example.
+    """The samples of one split of a length task. Each sample holds one example.
 
-    Tokens outside the answer are stored as ~id (see `tasks.base`).
+    A token of the answer is stored as its id, and any other token as ~id, which is negative.
 
     Args:
         seq_length: The number of inputs in a sample, which must have room for the longest example.
@@ -61,9 +61,12 @@ class TaskSamples(Samples):
 
 
 def examples_at(task: Task, length: int, count: int) -> np.ndarray:
-    """Return `count` examples of one length as int64 [count, width], the same for every run.
+    """Return `count` examples of one length, which are the same in every run.
 
-    Tokens outside the answer are stored as ~id (see `tasks.base`).
+    A token of the answer is stored as its id, and any other token as ~id, which is negative.
+
+    Returns:
+        int64 [count, number of tokens in an example].
 
     Raises:
         TaskError: The task's options do not allow this length.

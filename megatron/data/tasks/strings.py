@@ -33,7 +33,7 @@ class _Rearranged(Task):
 
 @dataclass(frozen=True)
 class Copy(_Rearranged):
-    """The answer repeats the row of symbols."""
+    """The task of repeating a row of n symbols."""
 
     name = "copy"
 
@@ -43,7 +43,7 @@ class Copy(_Rearranged):
 
 @dataclass(frozen=True)
 class Reverse(_Rearranged):
-    """The answer is the row of symbols from its end to its start."""
+    """The task of writing a row of n symbols from its end to its start."""
 
     name = "reverse"
 
@@ -53,7 +53,7 @@ class Reverse(_Rearranged):
 
 @dataclass(frozen=True)
 class Sort(_Rearranged):
-    """The answer is the row of symbols in ascending order. Symbols may occur several times."""
+    """The task of sorting a row of n symbols. Symbols may occur several times."""
 
     name = "sort"
 

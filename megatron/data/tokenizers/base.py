@@ -62,7 +62,7 @@ class Tokenizer(ABC):
 
     @abstractmethod
     def encode(self, text: str) -> np.ndarray:
-        """Return the token ids [n] of `text` alone, without any token that a template adds."""
+        """Return the token ids [n] of `text`, without added tokens such as BOS."""
 
     @abstractmethod
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:
@@ -72,9 +72,9 @@ class Tokenizer(ABC):
     def count_bytes(self, table: np.ndarray) -> None:
         """Fill `table`, int64 zeros [vocab_size], with the number of UTF-8 bytes of each token.
 
-        These are the bytes of the token inside a text. If decoding leaves out the space at the
-        start of a text, set `_bytes_left_out` to 1. The entry of the end-of-document token may have
-        any value, because it is not used.
+        Count the bytes that a token has in the middle of a text. If `decode` drops the space at the
+        start of a text, also set `_bytes_left_out` to 1. The entry of the end-of-document token may
+        have any value, because it is not used.
         """
 
     @abstractmethod
@@ -93,7 +93,10 @@ class Tokenizer(ABC):
         """Build the encoder now, not at the first `encode`, so that forked processes share it."""
 
     def encode_prompt(self, text: str) -> list[int]:
-        """Return `begin` and the token ids of `text`, which may contain `begin` itself."""
+        """Return the token ids of `text`, preceded by the ids in `begin`.
+
+        If the token ids of `text` already start with `begin`, return them unchanged.
+        """
         ids, begin = self.encode(text).tolist(), list(self.begin)
         return ids if ids[: len(begin)] == begin else begin + ids
 
@@ -117,11 +120,12 @@ class Tokenizer(ABC):
     def token_bytes(self, ids: np.ndarray) -> np.ndarray:
         """Return the number of UTF-8 bytes of each token, as int64 in the shape of `ids`.
 
-        The bytes of a whole document sum to those of its decoded text. The number is 0 for the
-        end-of-document token.
+        The numbers of all tokens of a document add up to the number of bytes of its decoded text.
+        The number is 0 for the end-of-document token.
 
         Args:
-            ids: Consecutive tokens, [..., n]. The first is taken to be inside a document.
+            ids: Consecutive tokens, [..., n]. The first token is counted as one in the middle of a
+                document.
 
         Raises:
             TokenizerError: An id is outside the vocabulary.
@@ -140,7 +144,10 @@ class Tokenizer(ABC):
         return counts
 
     def fingerprint(self) -> str:
-        """Return a SHA-256 (hex). It differs if two tokenizers encode any text differently."""
+        """Return a SHA-256 (hex) that identifies the tokenizer.
+
+        Two tokenizers have different fingerprints if they encode at least one text differently.
+        """
         return hashlib.sha256(self.name.encode() + b"\x00" + self._content()).hexdigest()
 
     @cached_property

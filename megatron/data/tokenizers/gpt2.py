@@ -29,7 +29,10 @@ def are_published_files(vocabulary: bytes, merges: bytes) -> bool:
 
 
 def are_published_merges(vocabulary: dict[str, int], merges: list[tuple[str, str]]) -> bool:
-    """Return whether `merges` are GPT-2's and the ids in `vocabulary` follow the merges' order."""
+    """Return whether `merges` are GPT-2's merges, and `vocabulary` gives their tokens GPT-2's ids.
+
+    In GPT-2, the token that merge i creates has the id 256 + i.
+    """
     digest = hashlib.sha256(json.dumps(merges).encode()).hexdigest()
     return digest == _MERGES_HASH and all(
         vocabulary["".join(pair)] == 256 + i for i, pair in enumerate(merges)

@@ -14,10 +14,10 @@ from megatron.data.tokenizers.base import END_OF_DOCUMENT, Tokenizer, fault_in_f
 class SPMTokenizer(Tokenizer):
     """A tokenizer read from a SentencePiece .model file.
 
-    Documents end with the piece `<|endoftext|>` of the model, as in GPT-NeoX. In a model without
-    this piece, they end with the model's own end of a sentence, `</s>` in LLaMA's. (GPT-NeoX
-    silently ends these documents with the unknown token.) A .model does not say whether documents
-    begin with a BOS token, so none is added.
+    The token that ends a document is the piece `<|endoftext|>`, as in GPT-NeoX. If the model does
+    not have this piece, the token is the model's end-of-sentence piece, such as `</s>` in LLaMA's
+    model. (GPT-NeoX then silently uses the unknown token.) A .model file does not say whether
+    documents begin with a BOS token, so none is added.
     """
 
     name = "SPMTokenizer"
