@@ -94,11 +94,11 @@ def of_folders(folders: Sequence[Path]) -> Frame:
 
 
 def of_run(folder: Path, record: Record | None = None) -> Frame:
-    """Return the columns `length`, `metric` and `value` of one run folder.
+    """Return the results in one run folder, as a table with columns `length`, `metric` and `value`.
 
     Args:
-        record: The record of the run, if it is a cell of a grid. Tables of the suite that were
-            measured otherwise than the run asks are then left out.
+        record: The record of the run, if it is a cell of a grid. Tables of the suite are then left
+            out if they were not measured with the settings in the record.
 
     Raises:
         DataError: A table is damaged.
