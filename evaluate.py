@@ -103,8 +103,8 @@ def require_writable(out, *, makes):
 def asked(args):
     """Return the options of the command line as config overrides.
 
-    If one of `--lengths` and `--eval_tasks` is given, both lists of the config are replaced. The
-    list whose option is not given becomes empty.
+    If `--lengths` or `--eval_tasks` is given, both `eval_lengths` and `eval_tasks` of the config
+    are replaced. The one whose option is not given becomes an empty list.
     """
     prefix = args.eval_results_prefix
     overrides = [f"eval_results_prefix={json.dumps(prefix)}"] if prefix else []

@@ -47,7 +47,11 @@ encoder.json and vocab.bpe"""
 
 
 def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
-    """Return the checked command line, with `name`, `builtin` and `partition` added."""
+    """Parse and check the command line, and return the arguments.
+
+    Three attributes are set in addition: `builtin`, which is true for a built-in corpus, and the
+    `name` and `partition` that `_check` derives.
+    """
     parser = entry.parser(__doc__)
 
     def add(flags: str, text: str, **how: Any) -> None:

@@ -39,7 +39,10 @@ FOLDERS = ("configs", "kerple_configs")
 
 
 def model_files(root: Path) -> list[Path]:
-    """Return the model files (see the module docstring) in the checkout `root`."""
+    """Return the YAML files in the checkout `root` that describe a model to train.
+
+    Such a file sets `num_layers` and `hidden_size`, and its `train_iters` is not 0.
+    """
     found = [path for folder in FOLDERS for path in sorted((root / folder).rglob("*.yml"))]
     return [path for path in found if _is_model(_keys(path))]
 
@@ -59,8 +62,8 @@ def check(path: Path, root: Path) -> tuple[Config | None, list[str]]:
     """Load the model file `path` of the checkout `root`.
 
     Returns:
-        (config, texts). The config is None if the file is refused. The texts are the errors or, if
-        the file is accepted, the overrides that were needed.
+        (config, texts). If the file is accepted, the texts are the overrides that were needed to
+        load it. If the file is refused, the config is None and the texts are the errors.
     """
     files, keys = combination(path, root), _keys(path)
     degrees = (keys.get(f"{kind}_parallel_size", 1) for kind in ("pipe", "model"))
@@ -80,7 +83,7 @@ def check(path: Path, root: Path) -> tuple[Config | None, list[str]]:
 
 
 def shape_of(model: ModelConfig) -> dict:
-    """Return a dict of the keys that differ from their defaults in a small copy of `model`.
+    """Return the keys and values in which a small copy of `model` differs from the defaults.
 
     The copy is `model` scaled down to the sizes in `SMALL`. The keys in `SIZES` are left out.
     """

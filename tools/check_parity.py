@@ -157,7 +157,10 @@ def cases_in(folder: Path, name: str, files: set[str], args: argparse.Namespace)
 
 
 def data_cases(folder: Path, name: str, files: set[str]) -> Iterator[Case]:
-    """Yield the cases in a `data` folder, or in one of its folders samples_* and iterators."""
+    """Yield (name, function that runs the case) for each case of the kind `data` in `folder`.
+
+    These cases are in folders `data`, and in their subfolders `samples_*` and `iterators`.
+    """
     from tests.parity import data_cases
 
     if any(file.endswith(".jsonl") for file in files):

@@ -115,7 +115,7 @@ def variants(sample: bool) -> Iterator[Variant]:
 def kernel_of(name: str) -> tuple[PositionalEmbedding, DeviceFunctions, list[str]]:
     """Return (distance kernel, its device functions, tensor names).
 
-    The tensor names are the names of the tensors that the other terms need.
+    The tensor names are the names of the tensors that the terms beside the distance kernel need.
 
     Args:
         name: A distance kernel, alone or with other terms, as in `kerple_log + forget_gate`.
@@ -136,10 +136,10 @@ def tile_of(variant: Variant) -> Tile:
 
 
 def unchanged(rows: list[Row], wanted: list[Variant]) -> dict[Variant, Row]:
-    """Return the variants that need no new compilation, as a dict from variant to row.
+    """Return the variants in `wanted` that are already compiled, as a dict from variant to row.
 
-    A variant in `wanted` needs no new compilation if its row has the current Triton version and
-    tile size. Changes to the source code of the kernels are not noticed.
+    A variant counts as compiled if `rows` has a row for it with the current Triton version and tile
+    size. Changes to the source code of the kernels are not noticed.
     """
     written = {row.variant: row for row in rows if row.triton == triton.__version__}
     return {

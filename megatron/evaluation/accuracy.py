@@ -94,8 +94,8 @@ def evaluate_task(
 ) -> list[Accuracy]:
     """Measure a model at each of `eval_lengths`, print a table, and write a CSV and a plot.
 
-    Every rank must call this function. It cannot measure in a pipelined job: it then only prints
-    the command to run instead.
+    Every rank must call this function. A pipelined job has no logits, so nothing is measured there:
+    the function prints how to measure instead, and returns [].
 
     Args:
         run_dir: The folder into which the CSV and the plot are written.

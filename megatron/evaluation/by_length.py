@@ -58,7 +58,8 @@ class Measurement:
         token_bytes: A function from token ids to the number of UTF-8 bytes of each token.
         batch_tokens: The approximate number of tokens in a forward pass.
         groups: The job's process groups; each data-parallel rank reads a part of the sequences.
-        uncounted_after: The id of a token; targets that follow it are not scored. None scores all.
+        uncounted_after: The id of a token. Targets directly after this token are not scored. None
+            scores all targets.
     """
 
     loss_fn: LossFn
@@ -189,10 +190,12 @@ def evaluate_lengths(
 def measurement_of(
     config: Config, groups: Groups, loss_fn: LossFn, tokenizer: Tokenizer, text: Text, tokens: int
 ) -> tuple[Measurement, int]:
-    """Return the measurement of the split `eval_split`, and the number of targets at each length.
+    """Return a `Measurement` on the split `eval_split`, and its number of target tokens.
+
+    This number is the same for each of `eval_lengths`.
 
     Args:
-        tokens: The most targets to read at a length.
+        tokens: The largest number of target tokens to read for each length.
 
     Raises:
         DataError: The split `eval_split` is shorter than one sequence of the largest length.

@@ -24,8 +24,8 @@ class MeasuredModel:
     Attributes:
         config: The configuration, which says what is measured.
         groups: The job's process groups.
-        loss_fn: The function that returns the loss of each target token. On a length task it also
-            returns logits, if it gets no targets.
+        loss_fn: The function that returns the loss of each target token. If it is called without
+            targets, as for a length task, it returns logits.
         pos: The model's positional embedding. It is plotted if it depends on query-key distances.
         tokenizer: The tokenizer with which the text was made.
         theta_HN: The learned parameters of `pos` [heads, parameters per head], in fp32; None if
@@ -61,9 +61,9 @@ def losses_of_sequences(
         sequences: int64 [n, L + 1]. Each row is a sequence with L targets.
         batch_tokens: The approximate number of tokens in a forward pass.
         last_only: Whether to score only the last position of each sequence.
-        uncounted_after: The id of a token; targets that follow it are not scored. Each sequence's
-            result is then multiplied by a weight, so that the mean of the results over all
-            sequences is the mean over all scored targets. None scores all targets.
+        uncounted_after: The id of a token. Targets directly after this token are not scored. Each
+            sequence's result is then multiplied by a weight, so that the mean of the results over
+            all sequences is the mean over all scored targets. None scores all targets.
     """
 
     def score(losses_BT: torch.Tensor, inputs_BT: torch.Tensor) -> torch.Tensor:

@@ -54,7 +54,10 @@ class LengthResult:
 
 
 def measured_with(config: Config, step: int) -> dict[str, Any]:
-    """Return the columns of a result file for the distance scale, split, step and code.
+    """Return how a result was measured, as a dict of columns for the result's file.
+
+    The columns are the distance scale, the split, the optimizer steps of the model, and a
+    fingerprint of the code.
 
     Args:
         step: The number of optimizer steps that the model was trained for.

@@ -15,9 +15,9 @@ UNFINISHED = "\ufffd"
 class Continuation:
     """The text that follows a prompt, decoded token by token.
 
-    New tokens are decoded after the tokens before them, because a token's text may depend on its
-    place: a decoder may leave out the first space of a text. They are decoded again with each
-    further token until their text ends with a whole character.
+    A token's text may depend on the tokens before it: a decoder may leave out the first space of a
+    text. Therefore, new tokens are decoded together with the tokens before them. They are decoded
+    again with each further token until their text ends with a whole character.
 
     The end of the text is held back while it may change. It may change if it is an incomplete
     character (a part of its UTF-8 bytes), or if it may be the beginning of a stop sequence.

@@ -23,7 +23,7 @@ _OWN = (_ROOT, _ROOT / "tools")
 
 
 class _Elsewhere:
-    """An import finder that looks for the packages `NAMES` outside the folders of our commands."""
+    """An import finder that finds lm_eval and evaluate, but not our commands of the same names."""
 
     def find_spec(self, name: str, path: object = None, target: object = None) -> ModuleSpec | None:
         if name not in NAMES:

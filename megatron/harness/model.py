@@ -73,7 +73,11 @@ class RunModel(TemplateLM):
 
     @property
     def prefix_token_id(self) -> int:
-        """The id of the token before a text without context: BOS, or the end of a document."""
+        """The id of the token that comes before a text without context.
+
+        This is the last of the tokens that begin a document, such as BOS. If there are none, it is
+        the end-of-document token.
+        """
         return ([self.eot_token_id, *self._tokenizer.begin])[-1]
 
     def get_model_info(self) -> dict[str, Any]:
@@ -83,10 +87,10 @@ class RunModel(TemplateLM):
     def tok_encode(
         self, string: str, add_special_tokens: bool | None = None, **kwargs: Any
     ) -> list[int]:
-        """Return the token ids of a text, after those that begin a document, such as BOS.
+        """Return the token ids of a text. Tokens that begin a document, such as BOS, come first.
 
         Args:
-            add_special_tokens: If this is false, no token comes before those of the text.
+            add_special_tokens: If this is false, only the tokens of the text itself are returned.
         """
         if add_special_tokens is False:
             return self._tokenizer.encode(string).tolist()

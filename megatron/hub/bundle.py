@@ -26,10 +26,10 @@ from __future__ import annotations
 
 
 def bundle(terms: Iterable[str]) -> str:
-    """Return the source of the file that defines the model and the positional embeddings `terms`.
+    """Return the source of one Python file that defines the model and its positional embeddings.
 
     Args:
-        terms: The names of single positional embeddings, not of combinations.
+        terms: The names of the positional embeddings. Each is a single one, not a combination.
     """
     terms = sorted(set(terms))
     modules = {name: f"{positional.__name__}.{name}" for name in terms}

@@ -220,7 +220,10 @@ def hub_config(config: Config) -> tuple[HubClass, dict[str, Any]]:
 
 
 def own_keys(config: Config) -> dict[str, Any]:
-    """Return the config keys of the model, and of its tokenizer if the tokenizer needs no file."""
+    """Return the config keys that describe the model, with their values.
+
+    `tokenizer_type` is also returned if this tokenizer needs no file.
+    """
     flat = config.to_flat_dict()
     keys = {key: flat[key] for key in _MODEL_KEYS if key in flat}
     if config.data.tokenizer_type in _FILELESS:
@@ -229,7 +232,10 @@ def own_keys(config: Config) -> dict[str, Any]:
 
 
 def keys_of_export(found: Mapping[str, Any]) -> dict[str, Any]:
-    """Return our config keys of the model, which an export stores in its config.json.
+    """Return our config keys of the model, read from the config.json of an export.
+
+    Args:
+        found: The content of config.json.
 
     Raises:
         HubError: The file has no such keys, because an earlier version of this project wrote it.

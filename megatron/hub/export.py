@@ -209,7 +209,10 @@ def _compare(folder: Path, run: OpenRun, *, remote_code: bool) -> float:
 
 
 def _prompts(run: OpenRun) -> Tensor:
-    """Return the token ids of two texts of equal length: difficult words, and random tokens."""
+    """Return the token ids of two texts of equal length, int64 [2, length].
+
+    The first text consists of words that are difficult to tokenise, the second of random tokens.
+    """
     length = min(2 * run.config.model.seq_length, _LONGEST)
     embedding = run.model.embedding
     if (table := embedding.position_embeddings) is not None:

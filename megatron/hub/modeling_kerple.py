@@ -119,12 +119,12 @@ class KerpleForCausalLM(PreTrainedModel, GenerationMixin):
 
         Args:
             input_ids: The new tokens, int64 [B, T].
-            attention_mask: 0 where a token is padding, otherwise 1, [B, S]. None: no padding.
+            attention_mask: 0 where a token is padding, otherwise 1, [B, S]. None means no padding.
             past_key_values: The cache with the tokens before the new ones.
             inputs_embeds: The vectors of the new tokens, [B, T, D], in place of `input_ids`.
             labels: The new tokens, or -100 for tokens without a loss, [B, T].
             use_cache: Whether to return a cache. None takes the config's value.
-            logits_to_keep: The number of last tokens whose logits are returned. 0: all.
+            logits_to_keep: The number of last tokens whose logits are returned. 0 means all tokens.
         """
         x_BTD = inputs_embeds
         if x_BTD is None:

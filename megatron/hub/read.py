@@ -27,10 +27,10 @@ _OUTPUT = ("lm_head.weight", "embed_out.weight")  # GPTNeoX has both names
 
 
 def file_in(folder: Path, name: str) -> Path:
-    """Return the path of a file in a folder of unknown origin. There may be no such file.
+    """Return the path of the file `name` in a folder of unknown origin. The file may be missing.
 
-    A link may lead to a file of the folder itself. In the hub's cache, whose folders are
-    `snapshots/REVISION`, it may also lead to `blobs`.
+    If the path is a link, it must lead to a file in the same folder. In the hub's cache, whose
+    folders are `snapshots/REVISION`, it may also lead to a file in the cache's folder `blobs`.
 
     Raises:
         HubError: The file is a link that leads elsewhere.
@@ -139,7 +139,10 @@ def _open(folder: Path) -> dict[str, Any]:
 
 
 def _files(folder: Path) -> dict[Path, set[str]]:
-    """Return a dict from file to the names of the tensors in it; an empty set means all."""
+    """Return a dict from each file to the names of the tensors to read from it.
+
+    An empty set of names means all tensors of the file.
+    """
     whole = file_in(folder, "model.safetensors")
     index = folder / "model.safetensors.index.json"
     if whole.exists():

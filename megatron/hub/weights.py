@@ -63,7 +63,8 @@ class Parts:
 def layout_of(kind: HubClass | None, shape: GPTShape, pos: PositionalEmbedding) -> dict[str, Parts]:
     """Return a dict from the name of each of our weights to its `Parts` in the class `kind`.
 
-    Theta is left out. If `kind` is None, each weight is one part with our name.
+    The parameters of the positional embedding (theta) are left out. If `kind` is None, each weight
+    is one part with our name.
     """
     return {name: _parts(kind, shape, name, size) for name, size in _weights(shape, pos)}
 

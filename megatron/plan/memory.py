@@ -47,7 +47,7 @@ holds other temporary tensors, such as logits and the gradients of activations."
 
 
 def peak_of(config: Config, vocab_size: int, device_type: str = "cuda") -> tuple[Step, Memory]:
-    """Return the step of the rank that needs most memory, and that rank's largest `Memory`.
+    """Return the `Step` and the largest `Memory` of the rank that needs the most memory.
 
     Only the first and the last pipeline stage are compared.
 
@@ -62,7 +62,11 @@ def peak_of(config: Config, vocab_size: int, device_type: str = "cuda") -> tuple
 
 
 def _moments(config: Config, step: Step, device_type: str) -> Iterator[Memory]:
-    """Yield the bytes of each kind of memory, at each moment of a step that can need the most."""
+    """Yield the bytes of each kind of memory, at each moment when the sum may be largest.
+
+    Args:
+        step: The memory of one rank in a training step, from `measured_step`.
+    """
     p, t, size = config.parallel, config.training, step.size
     stage, zero = p.zero_stage, {k: float(p.zero.get(k, v)) for k, v in DEFAULTS.items()}
     b, sums = (DTYPES[x].itemsize for x in (t.precision, t.grad_accum_dtype or t.precision))

@@ -87,9 +87,10 @@ def _table(values: dict[str, float]) -> list[str]:
 
 
 def sent_per_step(config: Config, step: Step) -> dict[str, float]:
-    """Return the bytes that a rank sends in a step, for each kind of parallelism.
+    """Return the bytes that a rank sends in a training step, for each kind of parallelism.
 
-    Collectives are counted as ring algorithms: a sum over D ranks sends 2 (D - 1) / D of its bytes.
+    Collectives are counted as ring algorithms: in an all-reduce over D ranks, each rank sends
+    2 (D - 1) / D times the bytes of the tensor.
     """
     p, several = config.parallel, config.batch.gradient_accumulation_steps
     replicas = p.data_parallel_size * p.context_parallel_size
@@ -127,9 +128,14 @@ def _time_lines(config: Config, flop: float, rate: float, price: float | None) -
 def _fitting(
     config: Config, load: Callable[..., Config], usable: float, vocab_size: int
 ) -> Iterator[str]:
-    """Yield overrides of config keys with which the run fits on the GPU, and its memory then.
+    """Yield a line for each set of config overrides with which the run fits on the GPU.
 
-    The overrides with the fastest training come first. None changes `train_batch_size`.
+    A line has the overrides, and the memory that the run then needs. The overrides with the fastest
+    training come first. All keep the value of `train_batch_size`.
+
+    Args:
+        load: A function from overrides to the changed config.
+        usable: The bytes of a GPU's memory that the run may use.
     """
     size = config.batch.train_batch_size
     batch = [f"train_batch_size={size}", "gradient_accumulation_steps=null"]

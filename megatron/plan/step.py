@@ -61,15 +61,16 @@ class Step:
     """The memory and communication of one rank of a pipeline stage in a training step.
 
     Attributes:
-        parameters: The sizes of this rank's parameters.
-        matrices: The sizes of those that Muon would train, the matrices of the blocks.
+        parameters: The number of elements of each parameter tensor of this rank.
+        matrices: The same for the matrices of the transformer blocks, which Muon would train.
         kept: The bytes of the activations that exist when a backward pass begins. If the step has
             several backward passes, the largest of these values.
-        moments: Pairs (complete, bytes), in order. `complete` is the number of elements whose
-            gradients are complete. `bytes` is the peak of all tensors since the previous pair,
-            without weights and gradients.
+        moments: Pairs (complete, bytes), in the order of time. `complete` is the number of
+            parameter elements whose gradients are complete. `bytes` is the peak size of all tensors
+            since the previous pair, without weights and gradients.
         left: The bytes of activations that still exist when the optimizer takes its step.
-        sent: Maps the name of a group to the bytes that this rank sends in it per micro-batch.
+        sent: Maps the name of a process group, such as `tensor`, to the bytes that this rank sends
+            in the group per micro-batch.
     """
 
     parameters: list[int]
@@ -86,10 +87,13 @@ class Step:
 
 
 def measured_step(config: Config, vocab_size: int, stage: int, device_type: str = "cuda") -> Step:
-    """Return the `Step` of one rank of the pipeline stage `stage`.
+    """Return the memory and communication of a rank of the pipeline stage `stage`.
 
-    This rank is the first of its tensor- and context-parallel groups. `peak_of` describes the other
-    arguments.
+    This rank is the first of its tensor- and context-parallel groups.
+
+    Args:
+        vocab_size: The size of the tokenizer's vocabulary, before padding.
+        device_type: "cuda" or "cpu", which decides the attention backend.
     """
     p, b, stages = config.parallel, config.batch, config.parallel.pipe_parallel_size
     sizes = {"tensor": p.model_parallel_size, "context": p.context_parallel_size}
@@ -203,9 +207,9 @@ def _floats(flow: Any) -> list[Tensor]:
 def _backward(outputs: list[Tensor], gradients: Sequence[Tensor | None]) -> None:
     """Run a backward pass for each output, as DeepSpeed does.
 
-    Each pass except the last keeps the graph. If theta is sent to the next stage along with the
-    hidden states, there are several outputs. The activations of a micro-batch then stay until its
-    last pass has ended.
+    There are several outputs if the positional embedding's parameters (theta) are sent to the next
+    stage along with the hidden states. Each pass except the last keeps the graph. The activations
+    of a micro-batch therefore stay until its last pass has ended.
     """
     for left, output, gradient in zip(range(len(outputs))[::-1], outputs, gradients, strict=False):
         output.backward(gradient, retain_graph=left > 0)

@@ -35,17 +35,18 @@ from tools.experiments.results import Frame
 
 @dataclass(frozen=True)
 class Verdict:
-    """The result of the test of one part of a claim.
+    """The result of testing one part of a claim, which compares two sides over seeds.
 
     Attributes:
-        seeds: The number of seeds that both sides have.
-        change: The mean difference in percent. For shares of right answers, in percentage points.
+        seeds: The number of seeds for which both sides have values.
+        change: The mean difference of the two sides in percent. For shares of right answers, in
+            percentage points.
         low, high: The 95% interval of `change`.
         p: The p value of this part.
         holm: The p value of the complete claim, after Holm's correction.
         word: The verdict on the complete claim: `holds`, `not shown`, `contradicted` or
             `not tested`. It is `contradicted` if a part has a significant effect in the opposite
-            direction. This test has no correction.
+            direction, by a p value without Holm's correction.
     """
 
     name: str
@@ -60,7 +61,10 @@ class Verdict:
 
 
 def verdicts(grid: Grid, results: Frame) -> list[Verdict]:
-    """Return a verdict for each part of each endpoint of a grid, in the order of the file."""
+    """Return a verdict for each part of each claim in a grid's `endpoints`, in the file's order.
+
+    A claim with several parts holds only if all its parts hold.
+    """
     parts = [
         (name, part)
         for name, given in grid.about.endpoints.items()
@@ -94,8 +98,9 @@ def p_value(a: np.ndarray, b: np.ndarray, claim: str, margin: float = 0.0) -> fl
     Args:
         a: The values of side A, [seeds]. If ratios are compared, the logarithms of the values.
         b: The same for side B, in the same order of seeds.
-        claim: The name of a claim in the module docstring, such as "below".
-        margin: The margin, l for "below" and m for other claims. It is not negative.
+        claim: `below`, `above`, `within`, `equal` or `differs`, as the module docstring defines.
+        margin: The margin of the claim, as a difference of values in `a` and `b`. It is not
+            negative.
     """
     if claim == "equal":
         upper = p_value(a, b, "within", margin)
@@ -166,7 +171,11 @@ def _tested(name: str, endpoint: Endpoint, results: Frame) -> Verdict:
 
 
 def _side(results: Frame, names: Mapping[str, str]) -> Frame:
-    """Return the values of one side by seed."""
+    """Return the values of one side of a claim, indexed by seed.
+
+    Args:
+        names: The description of the side: the name of a value for each axis, and a `length`.
+    """
     for key in names.keys() - {"length"}:
         results = results[results[key] == names[key]]
     length = names.get("length", "")

@@ -22,7 +22,7 @@ class _Strict(BaseModel):
 
 
 class Value(_Strict):
-    """The settings of one value of an axis.
+    """The settings that belong to one value of an axis of the grid.
 
     Attributes:
         configs, overrides: Config files and keys that this value adds to those of the grid.

@@ -196,7 +196,10 @@ def _table(results: Frame, rows: str, marked: set[tuple[str, int]], paper: Paper
 
 
 def _moved(moved: Frame, rows: str) -> Frame:
-    """Return a formatted table with a line for each row and parameter: the means over the seeds."""
+    """Return a formatted table of how far training moved the learned parameters.
+
+    It has a line for each parameter and each value of the axis `rows`, with means over the seeds.
+    """
     runs = moved.astype(dict.fromkeys(VALUES, float)).groupby([rows, "parameter"], sort=False)
     lines = runs[VALUES].mean().map("{:.3g}".format)
     lines.insert(0, "seeds", runs["seed"].nunique().astype(str))
@@ -207,7 +210,10 @@ def _moved(moved: Frame, rows: str) -> Frame:
 
 
 def _number(value: float, like: float | None = None) -> str:
-    """Format `value` with as many decimals as show four digits of `like` (default: of `value`)."""
+    """Format `value` with as many decimals as `like` needs to show four significant digits.
+
+    If `like` is None, it is `value` itself.
+    """
     like = value if like is None else like
     return f"{value:,.{decimals(like, 4)}f}"
 

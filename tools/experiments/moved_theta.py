@@ -85,7 +85,10 @@ def _rms(values: np.ndarray) -> float:
 
 
 def _last_logged(folder: Path) -> tuple[int, dict[str, np.ndarray]]:
-    """Return the last step at which a run logged theta, and the logged values of each parameter."""
+    """Return the last step at which a run logged learned parameters, and their logged values.
+
+    The result is (0, {}) if the run logged none.
+    """
     for row in RunFolder(folder).metrics_rows(newest_first=True):
         named = {name.removeprefix(_PREFIX): row[name] for name in row if name.startswith(_PREFIX)}
         with suppress(ValueError, TypeError, OverflowError):  # a damaged row

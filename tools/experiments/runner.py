@@ -43,7 +43,7 @@ class _Running:
 
 
 def start(command: Sequence[str], log: IO[bytes], environ: dict[str, str]) -> Any:
-    """Start a cell's process. Ctrl-C in the terminal does not reach it, only this process."""
+    """Start a cell's process. Ctrl-C in the terminal is sent only to the sweep."""
     return subprocess.Popen(
         command,
         stdin=subprocess.DEVNULL,
@@ -97,7 +97,10 @@ class Runner:
                 each.process.send_signal(signal.SIGTERM)
 
     def run(self, cells: Sequence[Cell]) -> None:
-        """Run the cells. Return when all have ended, or when a signal has ended those that run."""
+        """Run the cells until all have ended.
+
+        After a signal, start no further cells, and return when the running ones have ended.
+        """
         waiting, begun, reported = deque(cells), time.monotonic(), time.monotonic()
         self._total, self._work, self._ended = len(cells), float(len(cells)), 0.0
         try:
@@ -138,11 +141,12 @@ class Runner:
         self._changed()
 
     def _launch(self, cell: Cell, record: Record, given: dict[str, str], lease: ExitStack) -> None:
-        """Start the process of a cell, whose run folder this process holds.
+        """Start the process of a cell, while this process holds the lease of the cell's run folder.
 
         Args:
             given: Environment variables for the process.
-            lease: Gives the run folder free again. It is emptied once the process has started.
+            lease: The exit stack that releases the run folder. Once the process has started, this
+                stack is emptied: its content moves to the list of running cells.
         """
         if earlier := Record.read(cell.folder):
             record.seconds = earlier.seconds
@@ -177,7 +181,7 @@ class Runner:
         self._changed()
 
     def _judge(self, each: _Running) -> None:
-        """Record and say how the process of a cell ended."""
+        """Print how the process of a cell ended, and write this into the cell's record."""
         cell, record = each.cell, each.record
         record.seconds += time.monotonic() - each.begun
         code = each.process.returncode

@@ -43,14 +43,14 @@ State = Literal["new", "running", "cut off", "failed", "finished", "stale"]
 
 @dataclass
 class Record:
-    """The content of `cell.json`: with what a cell's run was started, and how it ended.
+    """The content of `cell.json`: the inputs of a cell's run, and how the run ended.
 
     Attributes:
         config: The resolved configuration without the folders of the run.
-        text: The fingerprint of the tokens.
+        text: The fingerprint of the tokens that the run reads, or the identity of its length task.
         code: The fingerprint of the code, and the versions of the libraries that compute.
         seconds: The wall time of the run so far, in all processes that continued it.
-        state: The outcome of the last of these processes.
+        state: The outcome of the last of these processes; `running` before it has ended.
     """
 
     cell: str
@@ -69,7 +69,7 @@ class Record:
 
         Raises:
             ConfigError: The cell's configuration has problems.
-            DataError: Its text cannot be read.
+            DataError: The cell's tokens cannot be read.
         """
         config = cell.config()
         return cls(cell.name, cell.axes, cell.seed, settings(config), text_of(config), code())
@@ -90,7 +90,7 @@ _RECORD = TypeAdapter(Record)
 
 
 def settings(config: Config) -> dict[str, Any]:
-    """Return the settings that can change results, with the types that JSON would give back."""
+    """Return the config keys that can change results, with their values as JSON types."""
     flat = json.loads(json.dumps(config.to_flat_dict()))
     found = {key: value for key, value in flat.items() if not key.startswith(_PLACES)}
     load, save = config.checkpoint.load, config.checkpoint.save
@@ -163,7 +163,10 @@ def is_complete(folder: Path, record: Record) -> bool:
 
 
 def why_not_measured(folder: Path, record: Record) -> str:
-    """Return why the results in a run folder are not those of the recorded run; "" if they are."""
+    """Return "" if a run folder holds results that were measured with the settings in `record`.
+
+    Otherwise return the reason why it holds none.
+    """
     paths = [path for path in RunFolder(folder).results if path.exists()]
     try:
         found = [other_measurement(path, read_table(path), record) for path in paths]
@@ -173,9 +176,10 @@ def why_not_measured(folder: Path, record: Record) -> str:
 
 
 def other_measurement(path: Path, table: Frame, record: Record) -> str:
-    """Return how a table was measured otherwise than the recorded run asks; "" if as it asks.
+    """Return "" if a table was measured with the settings in `record`, otherwise what differs.
 
-    Tables of earlier versions lack some of the columns that say how they were measured.
+    Tables of earlier versions lack some of the columns that say how they were measured. Settings
+    without a column are not compared.
     """
     asked = record.config.get
     wanted = {"distance_scale": asked("eval_distance_scale"), "split": asked("eval_split")}

@@ -114,7 +114,10 @@ def _values(section: type[Section], name: str) -> str:
 
 
 def _grouped(notes: Mapping[str, tuple[str, ...]]) -> list[tuple[str, ...]]:
-    """Return a row for each group of keys with the same notes: (the keys, the notes ...)."""
+    """Return a table row for each group of keys that have the same notes.
+
+    The first entry of a row names all keys of the group. The other entries are the notes.
+    """
     keys: dict[tuple[str, ...], list[str]] = {}
     for key, note in notes.items():
         keys.setdefault(note, []).append(f"`{key}`")

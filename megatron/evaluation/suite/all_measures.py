@@ -39,7 +39,7 @@ def run_suite(
 ) -> Report:
     """Measure the newest checkpoint of `load` at `eval_lengths`; write the report into `out`.
 
-    Only documents of at least the longest length are read.
+    Documents shorter than the largest of `eval_lengths` are not read.
 
     Call this function in a single process, or in every process of a torchrun job.
 
@@ -115,8 +115,8 @@ def measure_all(
     """Return the results of all measures. Every rank must call this function.
 
     Args:
-        judge: The model that chooses the key tokens, whose prediction gains from long context. With
-            None, the measured model chooses them itself.
+        judge: The model that chooses the key tokens: tokens that it predicts better with long
+            context. With None, the measured model chooses them itself.
     """
 
     def passes(of: Subject) -> tuple[np.ndarray, np.ndarray]:

@@ -13,14 +13,14 @@ NATS = "nats per token"
 
 
 def windowed_twin(sample: Sample, full_nT: np.ndarray, twin_nT: np.ndarray) -> Measure:
-    """Measure the model's gain over its windowed twin, on tokens beyond the training length.
+    """Measure how much lower the loss is with the full context than with a limited window.
 
-    The twin is the same model, but every layer sees only a window of the training length.
-    (Information from further away can still pass through several layers. The measure "receptive
-    field" has no such leak.)
+    The windowed twin is the same model, but each layer sees only as many tokens as the training
+    length. Only targets with more context than this window are scored. (Information from further
+    away can still pass through several layers. The measure "receptive field" has no such leak.)
 
     Args:
-        full_nT, twin_nT: The losses of the model and of its twin.
+        full_nT, twin_nT: The losses of the model and of its windowed twin.
     """
     title, name = "Gain over the windowed twin", "windowed_twin"
     if sample.longest <= sample.train_length:
@@ -45,8 +45,9 @@ def windowed_twin(sample: Sample, full_nT: np.ndarray, twin_nT: np.ndarray) -> M
 def far_swap(subject: Subject, sample: Sample, full_nT: np.ndarray) -> Measure:
     """Measure how the loss of the last tokens changes when the far text is replaced.
 
-    The last `tail` tokens of each sequence are scored. The text directly before them is kept, as
-    many tokens as the training length. All text before that is replaced by another document's.
+    The last `sample.tail` tokens of each sequence are scored. The text directly before them is
+    kept: as many tokens as the training length. All earlier text is replaced by text of another
+    document.
     """
     title, name = "Far-swap", "far_swap"
     far = sample.longest + 1 - sample.tail - sample.train_length
@@ -69,8 +70,9 @@ def far_swap(subject: Subject, sample: Sample, full_nT: np.ndarray) -> Measure:
 def receptive_field(subject: Subject, sample: Sample, full_nT: np.ndarray) -> Measure:
     """Measure the loss of the last tokens as a function of c, the number of tokens before them.
 
-    The model reads no other tokens, so the limit is exact at any number of layers. Up to c // 4
-    neighbouring tokens are scored together, so each has a context of at least c and below 1.25 c.
+    For each c, the model reads no text before these c tokens, so no layer can use it. Up to c // 4
+    neighbouring tokens are scored in one sequence, so each has at least c and fewer than 1.25 c
+    tokens before it.
     """
     losses: dict[int, np.ndarray] = {}
     context, full = 1, full_nT[:, -sample.tail :]
@@ -92,7 +94,14 @@ def receptive_field(subject: Subject, sample: Sample, full_nT: np.ndarray) -> Me
 
 
 def field_of(rows: list[Row]) -> tuple[int, int]:
-    """Return (receptive field, context with the lowest loss) from the rows of `receptive_field`."""
+    """Return (receptive field, context with the lowest loss), both in tokens.
+
+    The receptive field is the shortest context whose loss is at most the fraction `MARGIN` above
+    the lowest loss.
+
+    Args:
+        rows: The rows of the measure `receptive_field`.
+    """
     losses = {row.at["context"]: row.estimate.value for row in rows}
     best = min(losses, key=lambda context: losses[context])
     within = (c for c, loss in losses.items() if loss - losses[best] <= MARGIN * losses[best])

@@ -52,7 +52,9 @@ class Estimate:
 
 
 def estimate(totals: np.ndarray, counts: np.ndarray, documents: np.ndarray) -> Estimate:
-    """Return the ratio sum(totals) / sum(counts), with its interval over documents.
+    """Return the ratio sum(totals) / sum(counts), with its 95% interval.
+
+    The interval comes from a bootstrap over documents.
 
     Args:
         totals: [n], a total for each of n sequences, such as a sum of losses.
@@ -88,7 +90,9 @@ def estimate(totals: np.ndarray, counts: np.ndarray, documents: np.ndarray) -> E
 
 
 def mean_of(losses_nT: np.ndarray, documents: np.ndarray) -> Estimate:
-    """Return the mean of all numbers in `losses_nT`, with its interval over documents.
+    """Return the mean of all numbers in `losses_nT`, with its 95% interval.
+
+    The interval comes from a bootstrap over documents.
 
     Args:
         losses_nT: [n, T], T numbers for each of n sequences, such as the losses of its tokens.

@@ -39,10 +39,10 @@ class Row:
 
 @dataclass(frozen=True)
 class Measure:
-    """A measure with its results.
+    """One of the suite's measurements of a model, with its results.
 
     Attributes:
-        name: The name of the measure's files.
+        name: The name of the files with the results, without their endings.
         unit: The quantity and unit of the results, for tables and axes.
         says: One sentence about the results.
     """
@@ -84,7 +84,7 @@ class Sample:
 
     @property
     def too_short(self) -> str:
-        """The sentence of a measure that cannot be made because the sequences are too short."""
+        """The sentence that a report has in place of results if the sequences are too short."""
         length = self.train_length
         return f"Not measured: {self.longest:,} tokens are too few after training at {length:,}."
 
@@ -100,7 +100,7 @@ class Sample:
         return list(zip(starts, [*starts[1:], self.longest + 1], strict=True))
 
     def random(self, rng: np.random.Generator, shape: tuple[int, int]) -> np.ndarray:
-        """Return random tokens [shape]. All tokens that occur in the text are equally likely."""
+        """Return an array of random tokens. All tokens that the text has are equally likely."""
         return rng.choice(np.unique(self.sequences_nT), shape)
 
 
@@ -159,10 +159,11 @@ class Subject:
     """A model that is measured.
 
     Attributes:
-        model: The model whose attention `losses` can limit.
-        loss_fn: The function that returns the loss of each target. None takes `model` itself.
+        model: The model. The method `losses` can limit how far its attention sees.
+        loss_fn: The function that returns the loss of each target. If it is None, `model` is
+            called instead.
         tick: A function that gets the number of tokens of each finished batch.
-        name: What the report calls the model, if it chooses the key tokens.
+        name: The model's name in the report's sentence about who chose the key tokens.
     """
 
     model: torch.nn.Module

@@ -17,11 +17,11 @@ def by_length(
 ) -> Measure:
     """Measure perplexity and bits per byte at each length, on the same text.
 
-    Each sequence is cut into pieces of that length. A remainder at the sequence's start is not
-    measured.
+    For each length, every sequence is cut into pieces of this length. If a remainder is left, it is
+    at the sequence's start and is not measured.
 
     Args:
-        full_nT: The losses of all targets, each with its whole sequence as context.
+        full_nT: The loss of each target, with all earlier tokens of its sequence as context.
     """
     rows = []
     for length in sample.lengths:
@@ -52,10 +52,12 @@ def by_length(
 
 
 def by_position(sample: Sample, full_nT: np.ndarray) -> Measure:
-    """Measure the loss by context: targets with about as many tokens before them form a group.
+    """Measure the loss as a function of context length, the number of tokens before a target.
+
+    The mean loss is taken over the targets in each bin of context lengths (see `Sample.bins`).
 
     Args:
-        full_nT: The losses of all targets, each with its whole sequence as context.
+        full_nT: The loss of each target, with all earlier tokens of its sequence as context.
     """
     rows = [
         Row({"context": start}, mean_of(full_nT[:, start - 1 : end - 1], sample.documents))

@@ -26,7 +26,10 @@ NOTICEABLE = 0.05
 
 @dataclass(frozen=True)
 class Needle:
-    """Tokens that are hidden in a text: `cue answer end`. The text then ends with `cue answer`."""
+    """Tokens that are hidden in a text: the cue, the answer and the end, in this order.
+
+    The text ends with the cue and the answer again, and the loss of this last answer is measured.
+    """
 
     cue: np.ndarray
     answer: np.ndarray
@@ -97,10 +100,11 @@ def passkey(subject: Subject, sample: Sample, tokenizer: Tokenizer) -> Measure:
 def _retrieval(
     subject: Subject, sample: Sample, name: str, title: str, draw: DrawNeedle
 ) -> Measure:
-    """Hide a needle in texts, and measure how much it lowers the loss of the answer after its cue.
+    """Hide a needle in texts, and measure how much this lowers the loss of the needle's answer.
 
-    A needle is a cue with an answer. The control text hides a needle with the same cue and another
-    answer. The gain is the loss of the right answer in the control minus its loss in the text.
+    A needle is a cue with an answer. Each text ends with the cue and the answer again, and only
+    this last answer is scored. The control text hides a needle with the same cue and another
+    answer. The gain is the loss of the last answer in the control text minus its loss in the text.
     """
     middle = sample.lengths[len(sample.lengths) // 2]
     rows = []
@@ -125,7 +129,10 @@ def _retrieval(
 def _cell(
     subject: Subject, sample: Sample, length: int, depth: float, draw: DrawNeedle
 ) -> Row | None:
-    """Measure one length and depth. Return None if needle and question exceed half the text."""
+    """Return the gain for texts of one length with the needle at one depth (see `_retrieval`).
+
+    Return None if the needle, and the cue and answer at the end, fill more than half the text.
+    """
     rng, count = np.random.default_rng(2), max(8, sample.tokens // (4 * length))
     spread = np.unique(np.linspace(0, len(sample.documents) - 1, count).astype(int))
     texts, documents = sample.sequences_nT[spread, : length + 1], sample.documents[spread]
@@ -161,10 +168,12 @@ def _size(needle: Needle) -> int:
 def _with_needle(
     text: np.ndarray, needle: Needle, depth: float, question: np.ndarray
 ) -> np.ndarray:
-    """Return a text of the same size, in which needle and question replace the last tokens.
+    """Return the text with the needle inserted and the question at the end.
 
-    The question is at the end. The needle is at `depth`: 0 is the start of the text, 1 is just
-    before the question.
+    The last tokens of `text` are left out, so that the result is as long as `text`.
+
+    Args:
+        depth: The place of the needle: 0 is the start of the text, 1 is just before the question.
     """
     room = len(text) - _size(needle) - len(question)
     split = round(depth * room)

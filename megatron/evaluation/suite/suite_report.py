@@ -22,9 +22,9 @@ class Report:
 
     Attributes:
         title: A text that names the model.
-        about: The result of `measured_with`.
+        about: How the model was measured: columns that each CSV file has, from `measured_with`.
         facts: Lines for the head of the page, about the model and the text that were measured.
-        verdict: Sentences about all measures together. The first is about the context used.
+        verdict: Sentences about all measures together. The first says how much context is used.
     """
 
     title: str

@@ -8,10 +8,10 @@ from megatron.readable_numbers import told_apart
 
 
 def verdict(measures: list[Measure]) -> list[str]:
-    """Return sentences about the measures of one model. The first is about the context used.
+    """Return sentences that sum up the measures of one model.
 
-    The receptive field is the shortest context whose loss is at most `MARGIN` above the lowest loss
-    (see `context`).
+    The first sentence says how much context the model uses, judged by its receptive field. This is
+    the shortest context whose loss is at most the fraction `MARGIN` above the lowest loss.
     """
     found = {measure.name: measure for measure in measures}
     rows = found["receptive_field"].rows

@@ -184,7 +184,7 @@ def test_a_table_says_which_curves_it_leaves_out(grid):
     (suite / "by_position.csv").write_text("context,value,split,step\n1,2.0,valid,30\n")
     (suite / "receptive_field.csv").write_text("context,value,split,step\n1,2.0,test,30\n")
     assert table.main([str(grid), "--out", str(grid.parent / "out")]) == 0
-    said = (grid.parent / "out" / "report.md").read_text()
+    said = (grid.parent / "out" / "tables.md").read_text()
     assert "receptive_field.csv was measured with split test instead of valid, not counted" in said
     assert "by_position.csv" not in said
     found = pd.read_csv(grid.parent / "out" / "results.csv")["metric"].to_list()
