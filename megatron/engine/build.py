@@ -32,7 +32,7 @@ from megatron.suggest import did_you_mean
 def task_of(config: Config) -> Task | None:
     """Build the length task that `data_path` names. Return None if `data_path` names text.
 
-    A length task generates its own examples, of any length (e.g. copying).
+    A length task, such as copying a sequence, generates its own examples, of any length.
 
     Raises:
         TaskError: An option in `task_options` is unknown, or its value does not fit.
@@ -42,10 +42,11 @@ def task_of(config: Config) -> Task | None:
 
 
 def counts_targets(config: Config) -> bool:
-    """Return whether the loss is the mean over the targets of a step that count.
+    """Return whether a step's loss is computed as the mean over the targets that count.
 
-    Otherwise it is the mean over micro-batches. The two differ only where some targets do not
-    count: with `eod_mask_loss`, and in a length task.
+    If not, it is computed as the mean of the micro-batches' losses. The two means differ only
+    where some targets do not count: with `eod_mask_loss`, and in a length task. In all other
+    cases, the result is false.
     """
     masks = config.training.eod_mask_loss or task_name(config.data.data_path) is not None
     return config.training.calculate_per_token_loss and masks
@@ -123,11 +124,11 @@ def attention_of(
 ) -> AttentionFn:
     """Return the attention backend that the config's `attention_backend` selects.
 
-    If the selected backend is `fused`, this function also applies the config's `cached_launches` to
-    this process.
+    If the selected backend is `fused`, this function also switches cached kernel launches on or off
+    for the whole process, as the config's `cached_launches` says.
 
     Args:
-        pos: The positional embedding of a layer.
+        pos: The positional embedding of one layer.
         masked: Whether document boundaries or a sliding window limit the keys that a query sees.
 
     Raises:
@@ -242,7 +243,11 @@ def theta_of(config: Config, pos: PositionalEmbedding) -> dict[str, Any]:
 
 
 def _theta_problems(config: Config, pos: PositionalEmbedding) -> Iterator[tuple[str, str]]:
-    """Yield (config key, problem) for each key about theta or distances that does not fit `pos`."""
+    """Yield (config key, problem) for each config value that does not fit `pos`.
+
+    Only the keys about theta (the learned parameters of `pos`) and `eval_distance_scale` are
+    checked.
+    """
     init, frozen = config.model.theta_init, config.optimizer.theta_frozen
     try:
         if config.evaluation.eval_distance_scale != 1.0:

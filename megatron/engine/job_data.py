@@ -37,8 +37,8 @@ class JobData:
         identity: The values that determine the order and the text of the samples, as JSON values.
             Checkpoints record them.
         wanted: Maps each split's name to the number of samples that the run reads from it.
-        counting: The targets that count in the loss, and whether each of them has the same weight.
-            Where all targets count, the mean over targets is the mean over micro-batches.
+        counting: Says which targets count in the loss, and whether all of these targets or all
+            micro-batches have the same weight.
     """
 
     def __init__(self, config: Config, groups: Groups):

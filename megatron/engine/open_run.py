@@ -67,8 +67,8 @@ def open_run(
     must call this function.
 
     Args:
-        config: The configuration. If it is None, `files` are read, or the run's `config.yml` if
-            there are no `files`, and the model is not divided over processes.
+        config: The configuration. If it is None, it is read from `files` or, without `files`, from
+            the run's `config.yml`. Each process then holds the whole model.
         groups: The job's process groups. The ranks of `groups.model` share the model. None means
             that this process is alone.
         files: Config files.

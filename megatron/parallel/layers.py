@@ -39,7 +39,7 @@ class ColumnLinear(nn.Linear):
     Args:
         blocks: The number of tensors that are stacked in the output. Each one is sharded
             separately. A gated MLP uses 2, for value and gate.
-        numerics: Prescribes how the product and the bias are rounded.
+        numerics: The rules by which the product and the bias are rounded.
     """
 
     def __init__(
@@ -61,7 +61,7 @@ class RowLinear(nn.Linear):
 
     Args:
         scatter: Whether the input is the full [..., in]. If so, the layer slices the input itself.
-        numerics: Prescribes how the product and the bias are rounded.
+        numerics: The rules by which the product and the bias are rounded.
     """
 
     def __init__(
@@ -74,7 +74,10 @@ class RowLinear(nn.Linear):
         mark_sharding(self.weight, Sharding(1), tp)
 
     def forward(self, x: Tensor, partial: bool = False) -> Tensor:
-        """Return the sum of x_r W_r^T + b / size over the ranks r.
+        """Return the sum over all ranks r of x_r W_r^T + b / size.
+
+        x_r and W_r are the slices of the input and the weight on rank r. The bias b is the same on
+        all `size` ranks.
 
         Args:
             partial: Whether to return only this rank's term of the sum. The caller must then sum

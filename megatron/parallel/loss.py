@@ -123,8 +123,8 @@ def mean_loss(
     """Return the mean loss of all targets except `UNCOUNTED`, or 0 if all are `UNCOUNTED`.
 
     Args:
-        divisor: The number by which the sum of the losses is divided, instead of the number of
-            targets that count here.
+        divisor: The number by which the sum of the losses is divided; None takes the number of
+            targets in `targets_BT` that are not `UNCOUNTED`.
     """
     counted = (targets_BT != UNCOUNTED).sum().clamp(min=1) if divisor is None else divisor
     return losses_BT.sum() / counted

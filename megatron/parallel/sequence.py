@@ -17,7 +17,7 @@ from megatron.parallel.groups import ALONE, TensorGroup
 
 @dataclass(frozen=True)
 class SequenceSplit:
-    """The split of a sequence over the context group and then the tensor-parallel group.
+    """The split of sequences, first over the context group, then over the tensor-parallel group.
 
     All slices have the same length, and rank r of a group holds slice r.
     """
@@ -27,7 +27,10 @@ class SequenceSplit:
 
     @property
     def tp_slices(self) -> int:
-        """The number of slices into which the tensor-parallel group splits one context slice."""
+        """The number of slices into which the tensor-parallel group splits each context slice.
+
+        A context slice is the slice of a sequence that one rank of the context group holds.
+        """
         return self.tp.size if self.tp.splits_sequence else 1
 
     @property
@@ -43,7 +46,7 @@ class SequenceSplit:
         return F.pad(tokens_BT, (0, -tokens_BT.shape[1] % self.slices))
 
     def context_slice(self, tokens_BT: torch.Tensor) -> torch.Tensor:
-        """Return this rank's context slice of `padded(tokens_BT)`.
+        """Pad the sequences, and return the slice that belongs to this rank of the context group.
 
         The result is the input of the token embedding.
         """

@@ -243,9 +243,9 @@ class Job:
         )
 
     def _validate(self, log: RunLog, step: int) -> dict[str, float]:
-        """Return the metrics of the validation after `step`.
+        """Run the validation after `step` and return its metrics.
 
-        If it measures the loss by length, also show pictures of the distance kernels in the log.
+        If the metrics contain the loss by length, also log pictures of the distance kernels.
         """
         c, pos = self.config, self.model.pos
         found = validation(self.data, self.engine, step)

@@ -17,7 +17,11 @@ from megatron.run_folder import RunFolder
 
 @contextmanager
 def said_what_is_saved(save: str | None) -> Iterator[None]:
-    """Add to a DivergedError of the `with` block which checkpoint is there to go on from."""
+    """If the `with` block raises a DivergedError, name the newest checkpoint in its message.
+
+    Args:
+        save: The folder with the run's checkpoints; None if the run saves none.
+    """
     try:
         yield
     except DivergedError as error:
@@ -29,12 +33,12 @@ def said_what_is_saved(save: str | None) -> Iterator[None]:
 
 @dataclass
 class Saving(Hook):
-    """Writes checkpoints, and keeps the progress that the newest one holds.
+    """Writes checkpoints, and keeps the counters that the newest checkpoint contains.
 
     Attributes:
         saver: The object that writes the files; None if the run has no folder `save`.
-        progress: The progress with which the run starts, and later that after the last step that
-            was to be saved. A run without a folder `save` writes no file then.
+        progress: The counters with which the run starts. They are updated after every step at which
+            a checkpoint is due, even without a `saver`.
         loader: The batches of the run, which count the samples that were read.
         hooks: The hooks whose state a checkpoint holds.
     """

@@ -80,7 +80,9 @@ class Saver:
                 self._own = replace(groups, job=job)
 
     def save(self, progress: TrainingProgress) -> None:
-        """Wait until the previous save is complete. Then save, or let the thread save.
+        """Wait until the previous checkpoint is written. Then save a new one.
+
+        If a thread writes the files beside training, this method only copies the state for it.
 
         Raises:
             CheckpointError: This checkpoint or the previous one cannot be written.
@@ -179,7 +181,10 @@ class Saver:
 
 
 class Collector(TorchCheckpointEngine):
-    """A checkpoint engine for DeepSpeed that adds (state, path) to `found` and writes no file."""
+    """A checkpoint engine for DeepSpeed that writes no files.
+
+    For each file that DeepSpeed would write, it appends (state, path) to the list `found`.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -239,7 +244,10 @@ def buffer_size(files: Files) -> int:
 
 
 def _storages(files: Files) -> dict[int, torch.UntypedStorage]:
-    """Return a dict from `_key(storage)` to storage, for the storages of all tensors in `files`."""
+    """Return the storages of all tensors in `files`, without duplicates.
+
+    The result is a dict from `_key(storage)`, an integer, to the storage.
+    """
     return {_key(each): each for each in (t.untyped_storage() for t in _tensors(files))}
 
 

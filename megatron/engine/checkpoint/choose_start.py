@@ -121,7 +121,7 @@ def usable(folder: Path, groups: Groups, *, allow_fallback: bool) -> tuple[Saved
 def _decide(
     config: Config, usable: Callable[[Path | None], Saved | None], train_samples: int
 ) -> Start:
-    """Return the start that the rules in the module docstring give.
+    """Decide where the job starts, by the rules in the module docstring.
 
     Args:
         usable: A function that returns the newest usable checkpoint in a folder, or None if the
@@ -174,7 +174,11 @@ def _other_batch(config: Config, saved: Saved) -> str:
 
 
 def _other_loss(config: Config, saved: Saved) -> str:
-    """Return a warning if the checkpoint's version averaged the loss otherwise, otherwise ""."""
+    """Return a warning if an older version of this project averaged the loss in another way.
+
+    The warning is for a run that gives every target the same weight, and resumes a checkpoint of a
+    version that gave every micro-batch the same weight. Otherwise the result is "".
+    """
     if not counts_targets(config) or "calculate_per_token_loss" in saved.record.config:
         return ""
     return (

@@ -115,7 +115,7 @@ def export_checkpoint(source: Path, target: Path, *, parts: int | None = None) -
 def _placed(
     shape: Shape, weights: dict[str, Tensor], buffers: dict[str, Tensor]
 ) -> dict[tuple[int, str], Tensor]:
-    """Return the unsharded tensors, by (position in GPT-NeoX's pipeline, GPT-NeoX's name).
+    """Return a dict from (position in GPT-NeoX's pipeline, GPT-NeoX's name) to unsharded tensor.
 
     As in GPT-NeoX, every transformer block has its own entries for the positional embedding.
     """
@@ -145,12 +145,13 @@ def _write_layers(
 
     Each tensor is split into as many shards as there are ranks. For some imported tensors, a split
     would not give the original shards, for example because replicated shards differed slightly. If
-    the new checkpoint has as many ranks as the imported one, the original shards are written.
+    the new checkpoint has as many ranks as the imported one, the original shards of these tensors
+    are written instead.
 
     Args:
-        placed: The unsharded tensors, by (position in GPT-NeoX's pipeline, GPT-NeoX's name).
-        imported_shards: The original shards of the tensors that a split would change, by
-            "position.name".
+        placed: Maps (position in GPT-NeoX's pipeline, GPT-NeoX's name) to the unsharded tensor.
+        imported_shards: Maps "position.name" to the original shards of a tensor. Only the tensors
+            whose split would give other shards have an entry.
     """
     dtype = placed[0, "word_embeddings.weight"].dtype
     files: dict[str, dict[str, Tensor]] = defaultdict(dict)
@@ -191,7 +192,7 @@ def _config_of(record: Record) -> Config:
 
 
 def _needs_head(block: BlockShape, activation: str) -> bool:
-    """Return whether a block has options that gpt-neox has since 2024 and the KERPLE code lacks."""
+    """Return whether a block uses options of gpt-neox since 2024 that the KERPLE code lacks."""
     plain = BlockShape(block.hidden_size, block.num_heads, activation=activation)
     options = ("attention_bias", "mlp_bias", "group", "qk_norm", "mlp_size")
     changed = any(getattr(block, name) != getattr(plain, name) for name in options)

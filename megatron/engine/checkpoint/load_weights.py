@@ -77,10 +77,11 @@ def load_weights(
 def _read(
     saved: Saved, gpt_j_residual: bool
 ) -> tuple[Weights, dict[str, Tensor], tuple[str, ...], list[str], list[str]]:
-    """Return (weights, buffers, GPT-NeoX's names of theta's columns, problems, notes) of `saved`.
+    """Return (weights, buffers, names, problems, notes) of the checkpoint `saved`.
 
-    The class `Published` describes these values. The tuple of names is empty unless the checkpoint
-    was written by GPT-NeoX or imported from it.
+    `names` are GPT-NeoX's names of the positional embedding's learned tensors. The tuple is empty
+    unless the checkpoint was written by GPT-NeoX or imported from it. The class `Published`
+    describes the other values.
     """
     if saved.kind is not Kind.PUBLISHED:
         buffers, _ = saved.imported_tensors()

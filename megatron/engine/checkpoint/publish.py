@@ -38,10 +38,11 @@ UNFINISHED, REPLACED = ".unfinished-", ".replaced-"
 def new_folder(path: Path) -> Iterator[Path]:
     """Yield an empty folder. When the `with` block ends, rename that folder to `path`.
 
-    The yielded folder has the name of `path`. It is inside the folder `.NAME.unfinished` beside
-    `path`, whose lease this process holds. If the block raises an exception, both are removed. If
-    the process is killed, they stay, and the next call for the same `path` removes them. A rename
-    cannot replace a folder that has content, so no other process's result is ever replaced.
+    The yielded folder has the same name as `path`. It is inside a staging folder beside `path`,
+    `.NAME.unfinished`. This process holds the lease of the staging folder during the block. If the
+    block raises an exception, both folders are removed. If the process is killed, both stay, and
+    the next call for the same `path` removes them. A rename cannot replace a folder that has
+    content, so no other process's result is ever replaced.
 
     Raises:
         CheckpointError: Another process is writing `path`.

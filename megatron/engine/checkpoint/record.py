@@ -57,7 +57,7 @@ class Interval(TypedDict, total=False):
 
 
 class Imported(TypedDict):
-    """What an import from GPT-NeoX records for a later export (the result of `Published.about`)."""
+    """The values that an import from GPT-NeoX records for a later export (`Published.about`)."""
 
     shape: Shape
     schedule: dict[str, Any] | None

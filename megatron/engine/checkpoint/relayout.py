@@ -158,9 +158,10 @@ def _run_converter(source: Path, target: Path, workers: int) -> None:
 
 
 def _complete_weights(folder: Path, record: Record, cuts: Mapping[str, Any]) -> None:
-    """Give each converted tensor its unsharded shape, and record its sharded dimension.
+    """Give each converted tensor its unsharded shape, and store which dimension is sharded.
 
-    If the parameters' converted files lack the optimizer's step (as with ZeRO-3), add the step.
+    For a ZeRO-3 checkpoint, the converter does not store the number of optimizer steps with each
+    parameter. This function adds it.
     """
     step = None
     for name, shape in record.shapes.items():

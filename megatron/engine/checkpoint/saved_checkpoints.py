@@ -145,7 +145,7 @@ class Saved:
         return checksums.damage(self.path, groups, "*optim_states.pt" if skip else "")
 
     def require_intact(self, groups: Groups, *, optimizer: bool = True) -> None:
-        """Check the files as `damage` does.
+        """Check that the checkpoint's files are intact. The method `damage` describes `optimizer`.
 
         Raises:
             CheckpointError: A file is damaged.

@@ -97,8 +97,8 @@ class Watch:
 
     Args:
         silence: The seconds without a sign of life after which a rank counts as lost.
-        exchange: A function of the store, called whenever the thread has found no failure there.
-            It returns whether the thread should read the store again sooner than usual.
+        exchange: A function that the thread calls with the store, whenever it has found no failure
+            there. It returns whether the thread should read the store again sooner than usual.
     """
 
     def __init__(
@@ -287,7 +287,7 @@ def _print(failure: Failure) -> None:
 def print_if_elsewhere(failure: Failure) -> None:
     """Print `failure` if this process is local rank 0 of a machine without the failed rank.
 
-    So each machine shows the error once: on its own machine, the failed rank prints the error.
+    On its own machine, the failed rank prints the error itself. So each machine shows it once.
     """
     if failure["host"] != socket.gethostname() and os.environ.get("LOCAL_RANK") == "0":
         _print(failure)

@@ -91,7 +91,7 @@ class Hearing:
     """
 
     def __init__(self, bound: float, interval: float, exchange: Callable[[Store], bool]):
-        """Start a thread that sends heartbeats through the job's store and watches those of others.
+        """Start a thread that exchanges heartbeats with the other ranks through the job's store.
 
         Args:
             bound: The seconds of silence after which a rank counts as lost.
@@ -145,7 +145,10 @@ class Hearing:
         return Talk(self._ranks, max(1, int(self._bound / 20)), self._interval, self._exchange)
 
     def _compare(self, beats: list[bytes]) -> None:
-        """Update the seconds of silence of each rank. A rank with a new count in `beats` gets 0."""
+        """Update the number of seconds for which each rank has been silent.
+
+        The number begins again at 0 when the rank's heartbeat in `beats` has changed.
+        """
         for rank, beat in enumerate(beats):
             same = self._talk.reads and self._beats and beat == self._beats[rank]
             self._silence[rank] = self._silence[rank] + self._interval if same else 0.0

@@ -20,7 +20,10 @@ JOB_VARIABLES = ("SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID", "JOB_ID")
 
 @dataclass(frozen=True)
 class Holder:
-    """The content of a lease. Leases of earlier versions lack `folder`."""
+    """The process that holds a lease, as the lease's file describes it.
+
+    Leases that earlier versions of this project wrote lack `folder`.
+    """
 
     pid: Annotated[int, Field(ge=1, lt=1 << 31)]
     host: str = ""
@@ -48,7 +51,7 @@ def describe_process() -> dict[str, Any]:
 
 
 def parsed(content: str) -> Holder | None:
-    """Return the description of the holder in a lease's content; None if it is damaged."""
+    """Parse the content of a lease, and return its holder; None if the content is damaged."""
     with suppress(ValueError):
         return _HOLDER.validate_json(content)
     return None

@@ -51,7 +51,7 @@ Confirm = Callable[[], None]
 
 
 def unleased() -> None:
-    """Do nothing: the `Confirm` function for a folder that needs no lease or is only read."""
+    """Do nothing. This `Confirm` function is for folders that need no lease or are only read."""
 
 
 @contextmanager
@@ -118,7 +118,7 @@ def sole_writer(folder: Path, key: str = "save") -> Iterator[Confirm]:
 def handed(folder: Path) -> dict[str, str]:
     """Return environment variables that hand this process's lease of `folder` to a child process.
 
-    `sole_writer` of the child then takes the lease over. This process holds it until then.
+    The child takes the lease over when it calls `sole_writer`. This process holds it until then.
     """
     return {HANDED: next(iter(_leases(folder).values()), "")}
 
@@ -186,15 +186,16 @@ def _wait_for_end(path: Path, content: str, key: str, deadline: float) -> None:
     """Wait until the holder of the lease `path` is dead or has removed the lease.
 
     If this machine cannot check the holder's process, the holder counts as dead after LIFETIME
-    seconds without a heartbeat. If a heartbeat is dated ahead, these seconds begin now.
+    seconds without a heartbeat. If the last heartbeat is dated in the future, these seconds are
+    counted from this call on.
 
     Args:
         content: The content of the lease.
         deadline: The time (of `time.monotonic`) at which to give up.
 
     Raises:
-        CheckpointError: The holder is alive: it has sent a heartbeat during the wait, or its
-            process still exists LIFETIME seconds after the last heartbeat. Or it is `deadline`.
+        CheckpointError: The holder has sent a heartbeat during the wait, or its process still
+            exists LIFETIME seconds after the last heartbeat, or the deadline has passed.
     """
     first, begun = None, time.monotonic()
     # The file server sets the times of this file and of the lease by the same clock.
@@ -255,7 +256,11 @@ def _place(folder: Path) -> tuple[str, int, int] | None:
 
 
 def _names_another(content: str, folder: Path) -> bool:
-    """Return whether a lease of this machine in `folder` was copied there from another folder."""
+    """Return whether a lease found in `folder` was copied there from another folder.
+
+    Args:
+        content: The content of the lease. A process of this machine has written the lease.
+    """
     holder, place = parsed(content), _place(folder)
     if holder is None or holder.folder is None or place is None:
         return False

@@ -100,7 +100,7 @@ class Shape:
         return rows // width
 
     def file_name(self, name: str) -> str:
-        """Convert a tensor's name in the published KERPLE code to its name in the files."""
+        """Convert a tensor's name in the published KERPLE code to its name in the model's files."""
         for old, new in _SINCE_2024.items():
             name = name.replace(old, new) if self.head else name
         return name

@@ -125,7 +125,7 @@ class RunLog:
         self._bar.update(step - self._bar.n)
 
     def metrics(self, step: int, values: Mapping[str, Metric], *, text: str | None = None) -> None:
-        """Record the metrics of a step in `metrics.jsonl` and the sinks.
+        """Record the metrics of a step in `metrics.jsonl`, TensorBoard and wandb.
 
         Args:
             values: Maps each metric's name to a number, a 0-d tensor, or a nested list of these.
@@ -146,7 +146,10 @@ class RunLog:
             self._send("picture", step, path)
 
     def _send(self, method: str, *arguments: Any) -> None:
-        """Call a method of every sink. A sink that cannot write its files is not used any more."""
+        """Call a method of every sink (TensorBoard, wandb).
+
+        A sink that cannot write its files is not used any more.
+        """
         for sink in list(self._sinks):
             try:
                 getattr(sink, method)(*arguments)
@@ -155,9 +158,10 @@ class RunLog:
                 self.line(f"{sink.about}: not written any more, training goes on: {error}")
 
     def _restart_tensorboard(self, step: int | None) -> None:
-        """Make TensorBoard show what `metrics.jsonl` contains, after a start at `step`.
+        """Make TensorBoard show what `metrics.jsonl` contains, if the run continues from `step`.
 
-        The events of `step` and later steps are hidden. The rows of `step` are written again.
+        TensorBoard hides its events of `step` and later steps. The rows of `step` in
+        `metrics.jsonl` are then sent to TensorBoard again.
         """
         boards = [sink for sink in self._sinks if isinstance(sink, TensorBoard)]
         if not boards:
@@ -181,7 +185,7 @@ class RunLog:
         self._restart_tensorboard(step)
 
     def close(self, *, failed: bool = False) -> None:
-        """Close `metrics.jsonl` and the sinks. A second call does nothing.
+        """Close `metrics.jsonl`, TensorBoard and wandb. A second call does nothing.
 
         Args:
             failed: Whether wandb marks the run as failed.

@@ -26,7 +26,10 @@ def plain(metric: Metric) -> Any:
 
 
 def flat(name: str, metric: Metric) -> Iterator[tuple[str, Any]]:
-    """Yield (name, number) for each number. Numbers in lists get names such as `theta/bias_p/3`."""
+    """Yield (name, number) for each number in `metric`.
+
+    For a number in a list, its index is appended to the name, as in `theta/bias_p/3`.
+    """
     if not isinstance(metric, list):
         yield name, metric
         return
@@ -54,7 +57,10 @@ def described(metrics: Mapping[str, float]) -> str:
 
 
 def perplexities(metrics: Mapping[str, float]) -> dict[str, float]:
-    """Return a perplexity for each loss, e.g. `validation/perplexity_at_64` for `loss_at_64`."""
+    """Return a dict with a perplexity for each loss in `metrics`.
+
+    For example, `validation/perplexity_at_64` is the perplexity for `validation/loss_at_64`.
+    """
     losses = {name: value for name, value in metrics.items() if "/loss" in name}
     return {name.replace("/loss", "/perplexity"): perplexity(x) for name, x in losses.items()}
 

@@ -39,10 +39,11 @@ MOST_SKIPPED = 10
 
 
 class LossGuard(Hook):
-    """A check of each step's loss and gradient, which can also skip the update of a bad step.
+    """Checks the loss and the gradient of each step, and can skip the update of a bad step.
 
-    A checkpoint records the average loss of the good steps as this object's state. If it records
-    none, a new average starts with the next step.
+    A step is bad if its loss or gradient is not finite, or if its loss is too far above the average
+    loss of the good steps. A checkpoint records this average as the state of this object. If it
+    records none, a new average starts with the next step.
 
     Args:
         training: The config section with `on_bad_loss` and `loss_spike_threshold`. Updates are only
@@ -69,7 +70,12 @@ class LossGuard(Hook):
             engine.optimizer.check_grad_overflow = True  # pyright: ignore[reportAttributeAccessIssue, reportOptionalMemberAccess]
 
     def changed_loss(self, loss: torch.Tensor, mean: torch.Tensor) -> torch.Tensor:
-        """Return NaN instead of `loss` if the step is bad and its update is to be skipped."""
+        """Return NaN instead of `loss` if the step is bad and its update is to be skipped.
+
+        Args:
+            loss: The loss of the step's last micro-batch.
+            mean: This rank's mean loss over all micro-batches of the step.
+        """
         if not self._skips:
             return loss
         self._mean = self._over_ranks(mean)

@@ -14,13 +14,13 @@ from megatron.parallel.loss import UNCOUNTED, inputs_and_targets
 
 @dataclass(frozen=True)
 class Counting:
-    """The targets that count in the loss, and what the sum of their losses is divided by.
+    """The rules that say which targets count in the loss, and how their losses are averaged.
 
     Attributes:
         uncounted_after: The id of a token. Targets that follow it are replaced by `UNCOUNTED`, so
             that they do not count in the loss. None counts all targets.
-        per_token: Whether all targets of a step have the same weight. If false, all micro-batches
-            have the same weight, as in GPT-NeoX.
+        per_token: Whether all targets that count in a step have the same weight. If false, all
+            micro-batches have the same weight, as in GPT-NeoX.
     """
 
     uncounted_after: int | None = None
@@ -34,10 +34,11 @@ class Counting:
         return inputs, targets
 
     def divisor(self, arrays: Sequence[np.ndarray], groups: Groups) -> torch.Tensor:
-        """Return the mean number of targets that count in a micro-batch, over all ranks.
+        """Return the number of targets that count, averaged over the micro-batches of all ranks.
 
-        The engine averages the losses of the micro-batches. If the sum of each micro-batch's losses
-        is divided by this number, the average is the mean over the targets of the whole step.
+        The engine averages the losses of the micro-batches. If the loss of each micro-batch is the
+        sum of its targets' losses divided by this number, the engine's average is the mean over all
+        targets that count in the step.
 
         Args:
             arrays: This rank's micro-batches of one step.
@@ -56,9 +57,10 @@ def next_batches(
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]]:
     """Yield (inputs [B, T], targets [B, T], divisor) of each of the next `count` micro-batches.
 
-    The divisor is that of `mean_loss`. To know it, all micro-batches are read before the first is
-    yielded. Without `per_token` it is None, and no micro-batch is read in advance: while one is
-    read, a GPU still works on the previous one.
+    The divisor is an argument of `mean_loss`. If `counting.per_token` is true, the divisor depends
+    on all these micro-batches, so all of them are read before the first is yielded. Otherwise the
+    divisor is None, and each micro-batch is read only when it is needed. A GPU can still work on
+    the previous micro-batch meanwhile.
 
     Args:
         batches: This rank's micro-batches of B sequences with T targets each, int64 [B, T + 1].

@@ -80,8 +80,8 @@ def engine_config(config: Config, replicas: int) -> dict[str, Any]:
     `gradient_clipping` is always set, because parts of DeepSpeed clip at 1.0 by default.
 
     Args:
-        replicas: The number of replicas of the model. Each replica reads other sequences or, with
-            context parallelism, other tokens of the same sequences.
+        replicas: The number of replicas of the model. The replicas read different sequences or,
+            with context parallelism, different tokens of the same sequences.
     """
     batch, parallel, keys = config.batch, config.parallel, config.to_flat_dict()
     micro, accumulation = batch.train_micro_batch_size_per_gpu, batch.gradient_accumulation_steps

@@ -54,7 +54,11 @@ class Step:
 
     @property
     def may_save(self) -> bool:
-        """Whether a checkpoint may follow. A job that must end during a validation saves one."""
+        """Whether a checkpoint may be written after this step.
+
+        This is also true before a validation, because a job that must end during a validation
+        saves a checkpoint.
+        """
         return self.saves or self.validates
 
     def samples(self, steps: int = 1) -> str:

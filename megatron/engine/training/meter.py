@@ -17,7 +17,7 @@ class Meter:
     """The sum of the losses, and the time, of the steps since the last log line.
 
     Attributes:
-        steps: The number of good steps since the last log line, whose losses count.
+        steps: The number of steps whose losses are in the sum. Skipped steps do not count.
     """
 
     def __init__(self, groups: Groups, state: Mapping[str, Any] | None = None):
@@ -37,7 +37,7 @@ class Meter:
         self._total = torch.zeros((), dtype=torch.float64, device=self.groups.device)
 
     def add(self, loss: torch.Tensor) -> None:
-        """Count one more good step; `loss` is this rank's loss of the step, a 0-d tensor."""
+        """Add the loss of one more step. `loss` is this rank's loss, a 0-d tensor."""
         self._total += loss.detach().double()
         self.steps += 1
 
@@ -51,14 +51,18 @@ class Meter:
         return self._seconds / max(1, self._timed)
 
     def mean(self) -> float:
-        """Return the mean loss over all ranks and these steps. Every rank must call this method."""
+        """Return the mean loss over the counted steps and all data-parallel ranks.
+
+        Every rank must call this method.
+        """
         total = self.groups.sum_over_data(self._total.clone())
         return total.item() / (self.groups.data_size * self.steps) if self.steps else float("nan")
 
     def state(self) -> dict[str, Any]:
-        """Return the number of steps and each data-parallel rank's sum of losses, as JSON values.
+        """Return the number of counted steps and each data-parallel rank's sum of their losses.
 
-        From these sums, a resumed run computes the same mean as an uninterrupted run, bit for bit.
+        From these JSON values, a resumed run computes the same mean as an uninterrupted run, bit
+        for bit.
         Every rank must call this method.
         """
         if not self.steps:

@@ -36,10 +36,11 @@ _ITERATIONS = 5
 
 
 def orthogonal(matrix: Tensor) -> Tensor:
-    """Return roughly U V^T for a matrix U S V^T, with singular values between 0.5 and 1.5.
+    """Return roughly U V^T for a matrix with the singular value decomposition U S V^T.
 
-    Five Newton-Schulz iterations X <- a X + b (X X^T) X + c (X X^T)^2 X are computed in the dtype
-    of the matrix (Jordan et al., kellerjordan.github.io/posts/muon).
+    The singular values of the result lie between 0.5 and 1.5. The result is computed in the dtype
+    of the matrix by five Newton-Schulz iterations X <- a X + b (X X^T) X + c (X X^T)^2 X, with the
+    constants a, b and c of Jordan et al. (kellerjordan.github.io/posts/muon).
     """
     if matrix.shape[0] > matrix.shape[1]:
         return orthogonal(matrix.T).T
@@ -60,7 +61,8 @@ class MuonWithAdamW(torch.optim.Optimizer):
         betas: AdamW's betas.
         eps: AdamW's epsilon.
         momentum: Muon's momentum.
-        ranks: The process groups of the job. ZeRO-1 gives each rank of `ranks.replicas` one slice.
+        ranks: The process groups of the job. ZeRO-1 concatenates the matrices that Muon trains, and
+            gives each rank of `ranks.replicas` one slice of the result.
     """
 
     def __init__(
@@ -129,5 +131,8 @@ class MuonWithAdamW(torch.optim.Optimizer):
 
 
 def _scale(shape: torch.Size, lr: float) -> float:
-    """Return the factor that scales an orthogonal matrix to the size of an AdamW update."""
+    """Return -0.2 lr sqrt(max(shape)), the factor of the orthogonal matrix in a Muon update.
+
+    With this factor, the update has the size of an AdamW update.
+    """
     return -0.2 * lr * math.sqrt(max(shape))

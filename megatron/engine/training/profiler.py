@@ -25,7 +25,8 @@ class StepProfiler(Hook):
     """Profiles the steps from `profile_step_start` to `profile_step_stop`.
 
     Args:
-        run_dir: The folder for the files; `memory_profiling_path` may name another one.
+        run_dir: The folder for the files of the profile. The config's `memory_profiling_path` may
+            name another folder for the memory profile.
     """
 
     def __init__(self, c: LoggingConfig, run_dir: Path, log: RunLog):
@@ -40,7 +41,7 @@ class StepProfiler(Hook):
             self._records = False
 
     def before_step(self, number: int) -> None:
-        """Begin or end the profile."""
+        """Begin the profile before its first step, and end it after its last step."""
         self._step = number
         if self._step == self._first:
             self._begin()
@@ -62,7 +63,7 @@ class StepProfiler(Hook):
         self.end()
 
     def end(self) -> None:
-        """Write the files of a profile that has begun. A second call does nothing."""
+        """End the profile and write its files. Do nothing if no profile is running."""
         if not self._active:
             return
         self._active = False

@@ -52,13 +52,13 @@ class Schedule:
 
     Attributes:
         start_lr: The learning rate at the end of the warm-up.
-        end_iter: The number E of steps, `lr_decay_iters`. The decay of `wsd` ends at step E, the
-            other decays end at step E - W.
+        end_iter: The value E of `lr_decay_iters`. The decay of the style `wsd` ends at step E. The
+            decays of other styles end at step E - W, where W is `warmup_iter`.
         warmup_iter: The number W of warm-up steps. It may be fractional (0.01 of 150 steps is 1.5).
-        decay_style: One of `STYLES`.
+        decay_style: The curve after the warm-up, one of `STYLES` (such as `cosine`).
         min_lr: The minimum learning rate after the warm-up.
         wsd_decay_ratio: The length of the decay of `wsd`, as a fraction of `end_iter`.
-        wsd_decay_style: The curve of the decay with `wsd`, such as `cosine`.
+        wsd_decay_style: The curve of the decay of the style `wsd`, such as `cosine`.
     """
 
     start_lr: float

@@ -49,7 +49,7 @@ class Speed:
     peak_tflops: float | None = None
 
     def metrics(self, tokens_per_second: float, device: torch.device) -> dict[str, float]:
-        """Return the TFLOP/s of each device, the MFU if the peak is known, and the peak memory."""
+        """Return each device's TFLOP/s, the MFU if the peak rate is known, and the peak memory."""
         tflops = tokens_per_second * self.flops_per_token / self.devices / 1e12
         mfu = {"train/mfu": tflops / self.peak_tflops} if self.peak_tflops else {}
         return {"train/tflops_per_device": tflops, **mfu, "train/memory_gb": _peak_memory(device)}
@@ -60,7 +60,7 @@ Corpora = Sequence[tuple[np.ndarray, float]]
 
 
 def speed_of(config: Config, shape: GPTShape, groups: Groups, corpora: Corpora) -> Speed:
-    """Return the operations of one token of a run, and the peak rate of its devices."""
+    """Return the operations per token of a run, and the number and peak rate of its devices."""
     return Speed(
         flops_per_token=flops_per_token(shape, keys_per_query(config, corpora)),
         devices=groups.world_size,
@@ -70,11 +70,12 @@ def speed_of(config: Config, shape: GPTShape, groups: Groups, corpora: Corpora) 
 
 
 def keys_per_query(config: Config, corpora: Corpora = ()) -> float:
-    """Return the number of keys that a query sees, the mean over queries and layers.
+    """Return the mean number of keys that a query sees, over all queries and layers.
 
     Args:
-        corpora: The text of the run. Without text, or if tokens see other documents too, each
-            sequence counts as one document.
+        corpora: The document lengths and the weight of each training corpus. If there is no corpus,
+            or if tokens also see documents other than their own, each sequence counts as one
+            document.
     """
     m = config.model
     texts = [(lengths[:MOST_DOCUMENTS], weight) for lengths, weight in corpora]
@@ -93,17 +94,23 @@ def keys_per_query(config: Config, corpora: Corpora = ()) -> float:
 
 
 def _pieces(documents: np.ndarray, length: int) -> np.ndarray:
-    """Return the lengths of the parts into which sequences of `length` tokens cut documents."""
+    """Return the lengths of the parts into which documents are cut by sequences of one length.
+
+    The documents follow each other, and each sequence takes the next `length` tokens.
+
+    Args:
+        documents: The length of each document.
+    """
     ends = documents.cumsum(dtype=np.int64)
     cuts = np.union1d(ends, np.arange(length, ends[-1], length))
     return np.diff(cuts, prepend=0)
 
 
 def flops_per_token(shape: GPTShape, keys: float) -> float:
-    """Return the operations of one token, forward and backward.
+    """Return the floating-point operations of one token, forward and backward.
 
     Args:
-        keys: The number of keys that a query sees (see `keys_per_query`).
+        keys: The mean number of keys that a query sees (see `keys_per_query`).
     """
     b = shape.block
     attention = 2 * b.hidden_size**2 * (1 + 1 / b.group)
@@ -121,7 +128,10 @@ def known_peak(device: torch.device, precision: str) -> float | None:
 
 
 def _peak_memory(device: torch.device) -> float:
-    """Return the peak memory of this process in GB: that of its tensors on a GPU, or all of it."""
+    """Return the peak memory of this process in GB.
+
+    On a GPU, this is the memory of the tensors there. Otherwise, it is all memory of the process.
+    """
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / 1e9
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e9

@@ -30,10 +30,11 @@ STEEP = 3.0
 
 @dataclass
 class StepLog(Hook):
-    """Logs the mean loss of the good steps since the last log line, the speed, and theta.
+    """Logs the mean loss since the last log line, the speed, and theta.
 
-    At each log line it checks that the loss is finite. Before each checkpoint, it checks the loss
-    and the weights.
+    Theta contains the learned parameters of the positional embedding. Skipped steps do not count in
+    the mean loss. At each log line, this hook checks that the loss is finite. Before each
+    checkpoint, it checks the loss and the weights.
     """
 
     config: Config
@@ -76,7 +77,7 @@ class StepLog(Hook):
             self._meter.reset()
 
     def _finite_loss(self, step: Step) -> float:
-        """Return the mean loss of the good steps since the last log line, over all ranks.
+        """Return the mean loss since the last log line over all ranks, without skipped steps.
 
         Raises:
             BadLossError: The loss is not finite. In fp16 training there is no error, because

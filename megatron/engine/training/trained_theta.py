@@ -29,7 +29,9 @@ from megatron.positional import PositionalEmbedding, bounds
 
 @dataclass
 class TrainedTheta:
-    """Theta of the model that a DeepSpeed engine trains.
+    """Reads and clamps theta, the positional embedding's trained parameters, during training.
+
+    The optimizer updates an fp32 copy of theta, called the master.
 
     Every method is a collective: all ranks of the pipeline stage must call it. Only the first stage
     holds theta, and no stage does if the embedding has no trained parameters. On a rank without
@@ -51,24 +53,26 @@ class TrainedTheta:
 
     @torch.no_grad()
     def master(self) -> Tensor | None:
-        """Return a copy of theta's fp32 master [this rank's heads, columns].
+        """Return a copy of the fp32 theta that the optimizer updates, [this rank's heads, columns].
 
-        The result is None on a rank without theta.
+        Theta contains the positional embedding's trained parameters. The result is None on a rank
+        without theta.
         """
         masters = [self._master(theta) for theta in self.parameters]
         return trained_theta(self.pos, masters) if masters else None
 
     @torch.no_grad()
     def master_of_all_heads(self) -> Tensor | None:
-        """Return a copy of theta's fp32 master [all heads, columns].
+        """Return a copy of the fp32 theta that the optimizer updates, [all heads, columns].
 
-        The result is None on a rank without theta.
+        Theta contains the positional embedding's trained parameters. The result is None on a rank
+        without theta.
         """
         return self._of_all_heads([self._master(theta) for theta in self.parameters])
 
     @torch.no_grad()
     def project(self) -> None:
-        """Clamp theta to its bounds, after an optimizer step."""
+        """Clamp theta (the trained parameters) to its bounds, after an optimizer step."""
         self._projected = []
         for theta, shared in zip(self.parameters, (False, True), strict=False):
             columns = [p for p in self.pos.trained_parameters if p.shared == shared]
@@ -85,9 +89,10 @@ class TrainedTheta:
             self._projected.append(bounded_HN)
 
     def columns(self) -> dict[str, Tensor]:
-        """Return theta of all heads, as `project` last left it, in the form of `named_theta`.
+        """Return theta of all heads as the last call of `project` left it, by parameter name.
 
-        The dict is empty on a rank without theta, and before the first call of `project`.
+        The function `named_theta` describes the dict. It is empty on a rank without theta, and
+        before the first call of `project`.
         """
         theta_HN = self._of_all_heads(self._projected)
         return {} if theta_HN is None else named_theta(self.pos, theta_HN)
@@ -99,7 +104,7 @@ class TrainedTheta:
         return trained_theta(self.pos, [torch.cat(self.groups.model.gather(own_HN)), *shared])
 
     def _master(self, theta: nn.Parameter) -> Tensor:
-        """Return a copy of the fp32 master of one part of theta."""
+        """Return a copy of the fp32 values that the optimizer updates for the parameter `theta`."""
         flat = safe_get_full_fp32_param(theta)
         if flat is None:
             return self._unsharded_master(theta).detach().float().clone()
@@ -121,10 +126,10 @@ class TrainedTheta:
             self._unsharded_master(theta).data.copy_(value_HN)
 
     def _unsharded_master(self, theta: nn.Parameter) -> Tensor:
-        """Return the fp32 master itself, not a copy, of one part of theta in a run without ZeRO.
+        """Return the fp32 tensor that the optimizer updates for `theta`, in a run without ZeRO.
 
-        In fp32 training, theta is its own master. In 16-bit training, DeepSpeed's optimizer has a
-        list of masters.
+        The result is not a copy. In fp32 training, the optimizer updates `theta` itself. In 16-bit
+        training, DeepSpeed's optimizer has a list of its fp32 tensors.
         """
         optimizer = self.engine.optimizer
         if not isinstance(optimizer, FP16_UnfusedOptimizer):
