@@ -57,14 +57,17 @@ class Backend:
 
     Attributes:
         name: The name, as in the config key `attention_backend`.
-        function: Computes the output [batch, heads, queries, head size] of a call that was
-            simplified by `call.lowered`. In such a call, the last key is at the last query's
-            position. `pos` is a distance kernel, or has no effect, or is as `tempers` describes.
+        function: Computes the output [batch, heads, queries, head size] of a call that
+            `call.lowered` has simplified. In such a call, the last key is at the last query's
+            position. The function uses `pos` only if `pos` contains a distance kernel, or contains
+            the temperature and `tempers` returned true.
         refusal: Returns why the backend does not serve a request, or None if it serves the request.
-        remark: Returns a text for the log about a served request. The text may be empty.
+        remark: Returns a text for the log about a request that the backend serves. The text may be
+            empty.
         grouped: Whether k and v may have fewer heads than q.
-        tempers: Returns whether the backend multiplies the scores by the embedding's temperature.
-            If so, the simplified call's `pos` contains the temperature.
+        tempers: Returns whether the backend itself multiplies the scores by the embedding's
+            temperature, a factor that depends on the query's position. Otherwise, `call.lowered`
+            multiplies q by the temperature.
     """
 
     name: str
@@ -133,10 +136,10 @@ def first_order(backward: Callable[..., tuple]) -> Callable[..., tuple]:
 
 
 def check(call: Call) -> None:
-    """Raise an error for inputs that would later give wrong numbers or an obscure error.
+    """Check that the inputs of a call are valid and fit together.
 
     Raises:
-        AttentionError: Shapes, dtypes or devices do not fit together, or a number is not allowed.
+        AttentionError: Shapes, dtypes or devices do not fit together, or a number is out of range.
     """
     _check_qkv(call.q_BHTE, call.k_BKSE, call.v_BKSE)
     q_BHTE, k_BKSE, v_BKSE, theta_HN = call.q_BHTE, call.k_BKSE, call.v_BKSE, call.theta_HN

@@ -24,12 +24,15 @@ class BlockedCall:
 
     Args:
         q_BHTE, k_BHSE, v_BHSE: The inputs, in any floating dtype. The results have the same dtype.
-        bias_HS: The bias b at distances 0 ... S-1. Its dtype is the compute precision.
-        weight_HS: The factor w at distances 0 ... S-1, or None if w is 1 everywhere.
-        decay_BHS: The decay c of each position, or None.
-        sink_H: The sink of each head, or None.
-        starts_BT: The first key of each query's document, or None for key 0. The queries are in
-            reversed order.
+        bias_HS: The bias b, which is added to the scores at distances 0 ... S-1. Its dtype is the
+            compute precision.
+        weight_HS: The factor w, by which the scores at distances 0 ... S-1 are multiplied, or None
+            if w is 1 everywhere.
+        decay_BHS: The decay c of each position, or None. c_i - c_j is added to the logit of query i
+            and key j.
+        sink_H: The logit of each head's null key (a key with the value 0), or None without a sink.
+        starts_BT: The first key of each query's document, or None if each sequence is one document.
+            The queries are in reversed order.
         seed: The seed of the dropout mask, a whole number, or None without dropout.
         scale: The factor of the query-key products, usually 1/sqrt(head size).
         dropout_p: The probability of dropping a softmax weight.
@@ -82,10 +85,10 @@ class BlockedCall:
     def new_kept(self) -> Tensor | None:
         """Return a buffer that keeps the attention probabilities for the backward pass, or None.
 
-        Probabilities are kept only if they need little memory, if the distance kernel has no factor
-        and if there is no sink. With a factor, the backward pass must compute the query-key
-        products again anyway. With a sink, the backward pass also needs the sink's softmax weights,
-        which the buffer does not hold.
+        Probabilities are kept only if they need little memory, and if there is neither a factor w
+        nor a sink. With a factor w, the backward pass must compute the query-key products again
+        anyway. With a sink, the backward pass also needs the sink's softmax weights, which the
+        buffer does not hold.
         """
         size = self.tiles[-1].start + self.tiles[-1].size
         if (
@@ -131,7 +134,8 @@ class BlockedCall:
     def probabilities(self, tile: QueryTile, out_mRn: Tensor, raw_mRn: Tensor | None) -> None:
         """Write the attention probabilities of a tile into `out_mRn`.
 
-        If there is a factor w, also write the scaled query-key products into `raw_mRn`.
+        `raw_mRn` is None if there is no factor w. Otherwise it receives the scaled query-key
+        products, before they are multiplied by w.
         """
         q_mRE = self.q_NTE[tile.items, tile.rows]
         k_mEn = self.k_NSE[tile.items, tile.seen].mT

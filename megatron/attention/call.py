@@ -88,9 +88,10 @@ class Call:
         return self.absolute_positions() - self.starts_BS[:, self.query_offset : self.end]
 
     def absolute_positions(self) -> Tensor:
-        """Return the position of each query, [B or 1, T], for a temperature.
+        """Return the position of each query, [B or 1, T], from which its temperature is computed.
 
-        Positions are counted from the first key, unless the call has `positions_BT`.
+        These are the call's `positions_BT`. If `positions_BT` is None, positions are counted from
+        the first key.
         """
         if self.positions_BT is not None:
             return self.positions_BT
@@ -103,10 +104,10 @@ class Call:
         return None if bias_HBTS is None else bias_HBTS.transpose(0, 1)
 
     def lost(self, dtype: torch.dtype) -> Tensor | None:
-        """Return c_j - c_i [B, H, T, S], by which the decay c lowers query i's logit of key j.
+        """Return c_j - c_i [B, H, T, S], which is subtracted from the logit of query i and key j.
 
-        c is a running sum over positions, which may be large. Therefore the difference is computed
-        before rounding to `dtype`. The result is None if there is no decay.
+        c is the decay, a running sum over positions, which may be large. Therefore the difference
+        is computed before rounding to `dtype`. The result is None if there is no decay.
         """
         if self.decay_BHS is None:
             return None
@@ -114,7 +115,7 @@ class Call:
         return (c_BHS[:, :, None] - c_BHS[:, :, self.query_offset :, None]).to(dtype)
 
     def with_null_key(self, logits_BHTS: Tensor) -> Tensor:
-        """Return the logits, with one more column for the null key if there is a sink."""
+        """Return the logits, with the sink's logit as one more column if there is a sink."""
         if self.sink_H is None:
             return logits_BHTS
         null_H11 = self.sink_H.to(logits_BHTS.dtype)[:, None, None]
@@ -124,12 +125,14 @@ class Call:
 def lowered(call: Call, *, grouped: bool, tempered: bool = False) -> Call:
     """Return an equivalent call that is simpler to compute for a backend.
 
-    The temperature is multiplied into q, and the sink is computed from theta. The returned call's
-    `pos` is the distance kernel alone, and its `theta_HN` has only the kernel's columns. Keys after
-    the last query are removed.
+    q is multiplied by the embedding's temperature, a factor that depends on the query's position.
+    The sink's logits are computed from theta. In the returned call, `pos` is the distance kernel
+    alone, and `theta_HN` has only the columns of this kernel. Keys after the last query are
+    removed.
 
     Args:
-        grouped: Whether k and v may keep fewer heads than q. Otherwise their heads are repeated.
+        grouped: Whether k and v may keep fewer heads than q. Otherwise the heads of k and v are
+            repeated.
         tempered: Whether the temperature stays a part of `pos` instead of being multiplied into q.
             In 16 bits, the product with q would be rounded, which would make theta's gradient wrong
             by several percent.

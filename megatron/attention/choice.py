@@ -45,7 +45,7 @@ AUTO = {"cuda": ("fused", "blocked", "eager"), "cpu": ("blocked", "eager")}
 
 
 class AttentionFn:
-    """A callable attention function with the chosen backend.
+    """A function that computes attention with one backend, which was chosen for a request.
 
     Attributes:
         backend: The chosen backend.
@@ -146,7 +146,10 @@ class AttentionFn:
 
 
 def choose(backend: str, pos: PositionalEmbedding, **conditions: Any) -> AttentionFn:
-    """Choose a backend by name for `Request(pos, **conditions)`; see `backend.Request`.
+    """Return an attention function that uses the backend named `backend`.
+
+    `Request(pos, **conditions)` describes the calls that the backend must serve. The name `auto`
+    means the first backend that serves this request, in the order of `AUTO`.
 
     Raises:
         AttentionError: The backend is unknown or does not serve this request. The error message

@@ -30,10 +30,13 @@ from megatron.attention.tiles import QueryTile
 
 
 class Decay:
-    """The decay of one call. `grad_NS` is the decay's gradient, summed over the tiles so far.
+    """The decay c of one attention call, and the gradient of c.
+
+    c_i - c_j is added to the logit of query i and key j. `grad_NS` is the gradient of c, summed
+    over the tiles so far.
 
     Args:
-        c_BHS: The decay of each position.
+        c_BHS: The decay c of each position.
         dtype: The compute precision.
     """
 
@@ -42,11 +45,14 @@ class Decay:
         self.grad_NS = torch.zeros_like(self.c_NS)
 
     def of_keys(self, tile: QueryTile) -> Tensor:
-        """Return c_j - c_m for the tile's keys j and middle row m, [sequences * heads, 1, keys]."""
+        """Return c_j - c_m for all keys j of the tile, [sequences * heads, 1, keys].
+
+        c is the decay, and m is the position of the tile's middle row.
+        """
         return self._relative(tile, tile.seen)[:, None]
 
     def of_rows(self, tile: QueryTile) -> Tensor:
-        """Return c_i - c_m for the tile's rows i and middle row m, [sequences * heads, rows]."""
+        """Return c_i - c_m for all rows i of the tile, [sequences * heads, rows]; see `of_keys`."""
         keys = self.c_NS.shape[1]
         return self._relative(tile, slice(keys - tile.rows.stop, keys - tile.rows.start)).flip(1)
 
@@ -56,18 +62,22 @@ class Decay:
         return (c_mX - self.c_NS[tile.items, middle, None]).to(self.dtype)
 
     def add_gradient(self, tile: QueryTile, ds_mRn: Tensor) -> None:
-        """Add one tile's part of the gradient to `grad_NS`, given the gradient dS of the scores."""
+        """Add one tile's part of the decay's gradient to `grad_NS`.
+
+        Args:
+            ds_mRn: The gradient of the tile's scores.
+        """
         self.grad_NS[tile.items, tile.seen] -= ds_mRn.sum(1)
 
 
 class Sink:
-    """The sink of one call, with the null key's weights and the gradients of its logits.
+    """The sink of one attention call, which adds a null key with the value 0 to each softmax.
 
-    `weight_NT` holds the weight p_i of each row i, and `grad_NT` the gradient dz_i. Both are filled
-    tile by tile.
+    For each query i, `weight_NT` holds the softmax weight p_i of the null key, and `grad_NT` holds
+    the gradient of the null key's logit. Both are filled tile by tile.
 
     Args:
-        sink_H: The sink of each head.
+        sink_H: The logit of each head's null key, without the decay.
         q_NTE: The queries. Only their shape and dtype are used.
         decay: The decay of the call, or None.
     """
@@ -80,8 +90,8 @@ class Sink:
     def softmax(self, tile: QueryTile, scores_mRn: Tensor) -> None:
         """Turn the scores of a tile into attention probabilities, in place.
 
-        The null key takes part in the softmax, so the probabilities of row i add up to 1 - p_i. The
-        null key's weight p_i is stored in `weight_NT`.
+        The null key takes part in the softmax with a weight p_i. Therefore the probabilities of
+        row i add up to 1 - p_i. `weight_NT` stores p_i.
         """
         logit_mR = self.sink_N1[tile.items]
         if self.decay is not None:

@@ -85,6 +85,8 @@ def score_mod_of(
     score_mod looks up the values of the formula in tables.
 
     Args:
+        offset: The position of the first query.
+        length: The number of keys.
         positions_BT: The position of each query in its document. Only some biases need it.
     """
     if not pos.has("distance") or theta_HN is None:
@@ -114,9 +116,10 @@ def score_mod_of(
 
 
 def tabulated(pos: PositionalEmbedding, theta_HN: Tensor, offset: int, length: int) -> ScoreMod:
-    """Return a score_mod that looks up the bias and the factor in tables.
+    """Return a score_mod that looks up the embedding's bias and factor in tables.
 
-    The tables have one entry for each distance 0 ... length - 1.
+    The tables have one entry for each distance 0 ... length - 1. `offset` is the position of the
+    first query.
     """
     d = torch.arange(length, device=theta_HN.device)
     bias_HS, weight_HS = pos.bias(theta_HN, d), pos.weight(theta_HN, d)

@@ -88,22 +88,26 @@ def _code_of(pos: PositionalEmbedding) -> tuple[str, bool, Columns | None]:
 def code_of(pos: PositionalEmbedding) -> tuple[str, bool, Columns | None]:
     """Return (code, tabulated, layer) of an embedding.
 
-    `code` names the embedding's device functions in calls of `operations.fused`. `tabulated` and
-    `layer` are arguments of `_inputs`.
+    `code` is the name by which `operations.fused` finds the embedding's device functions.
+    `tabulated` says whether these functions read a table. `layer` holds the indices of the columns
+    of theta that belong to a layer of hidden units, or is None without such a layer.
     """
     return _code_of(pos)
 
 
 @constant
 def tempers(pos: PositionalEmbedding) -> bool:
-    """Return whether the Triton kernels apply the temperature. They do, unless they use a table."""
+    """Return whether the Triton kernels multiply the scores by the embedding's temperature.
+
+    They do, unless they read the distance kernel from a table.
+    """
     return not functions_of(pos.kernel_part(None, tempered=True)[0])[0].tabulated
 
 
 def cache_launches(on: bool) -> None:
-    """Switch cached launches of the fused backend's kernels on or off, for the whole process.
+    """Switch the reuse of compiled kernels between launches on or off, for the whole process.
 
-    With cached launches, the host finds the compiled kernels sooner. The results do not change.
+    With reuse, the host needs less time to launch a Triton kernel. The results do not change.
     """
     from megatron.kernels import compiled_variants
 
@@ -121,7 +125,9 @@ def fused(call: Call) -> Tensor:
 
 
 def _inputs(call: Call, tabulated: bool, layer: Columns | None) -> tuple[Tensor | None, ...]:
-    """Return the tensor arguments of `operations.fused`, in order. Absent terms are None.
+    """Return the tensor arguments of `operations.fused`, in order.
+
+    An argument that the call does not have, such as the decay or the sink, is None.
 
     Args:
         tabulated: Whether the device functions read a table.
@@ -171,7 +177,10 @@ def tabulate(pos: PositionalEmbedding, theta_HN: Tensor, length: int, scale: flo
 
 
 class _FusedAttention(torch.autograd.Function):
-    """The operation `kerple::fused` for eager calls, without the time of torch's dispatcher."""
+    """Autograd function that computes the same as the operation `kerple::fused`.
+
+    Calls outside of compiled graphs use it, to save the time of torch's dispatcher.
+    """
 
     @staticmethod
     def forward(ctx: Any, setting: Setting, *inputs: Any) -> Tensor:

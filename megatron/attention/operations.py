@@ -90,7 +90,13 @@ def _(grad_BHTE: Tensor, *arguments: Any) -> list[Tensor]:
 
 
 def register(name: str, functions: DeviceFunctions) -> str:
-    """Store the device functions, and return their name `code` for calls of `kerple::fused`."""
+    """Store an embedding's device functions. Return the name under which they are stored.
+
+    Calls of `kerple::fused` pass this name as the argument `code`.
+
+    Args:
+        name: The name of the embedding. The returned name begins with it.
+    """
     flags = functions.num_theta, functions.weighted, functions.tabulated, functions.biased
     flags += (functions.layer,)
     digest = hashlib.sha256(f"{flags} {functions.source}".encode()).hexdigest()
@@ -103,7 +109,7 @@ def fused_forward(setting: Setting, *inputs: Any) -> tuple[Tensor, Tensor]:
     """Return the attention output, and `lse` for the backward pass; see `launch.forward`.
 
     Args:
-        inputs: The tensors of `_FUSED`, in order.
+        inputs: The tensor arguments of `kerple::fused`, in order.
     """
     from megatron.kernels import launch
 
@@ -118,7 +124,9 @@ def fused_gradients(
     """Return the gradients of q, k, v, `rows`, the sink and the decay; see `launch.backward`.
 
     Args:
-        inputs: The tensors of `_FUSED`, in order.
+        need_rows: Whether the gradient of `rows` is needed. `rows` holds the numbers of each head
+            that describe the distance kernel.
+        inputs: The tensor arguments of `kerple::fused`, in order.
     """
     from megatron.kernels import launch
 
@@ -129,7 +137,7 @@ def fused_gradients(
 
 @torch.library.custom_op("kerple::fused", mutates_args=(), schema=f"({_FUSED}) -> (Tensor, Tensor)")
 def fused(*arguments: Any) -> tuple[Tensor, Tensor]:
-    """Return what `fused_forward` returns."""
+    """Return the attention output and `lse`; see `launch.forward`. `_FUSED` lists the arguments."""
     return fused_forward(setting_of(*arguments[_TENSORS:]), *arguments[:_TENSORS])
 
 
@@ -165,12 +173,12 @@ def _save(ctx: Any, inputs: tuple, output: Tensor | tuple[Tensor, Tensor]) -> No
 
 
 def _differentiate(backward: Any, learned: int, ctx: Any, grad_BHTE: Tensor, *_: Any) -> tuple:
-    """Return the gradients of all arguments of an operation.
+    """Return the gradients of all arguments of `kerple::blocked` or `kerple::fused`.
 
     Args:
         backward: The operation that computes the gradients.
-        learned: The number of tensors directly after q, k and v whose gradients may not be needed.
-            The decay and the sink follow these tensors.
+        learned: The number of arguments between v and the two arguments for the decay and the sink.
+            Gradients of these arguments are computed only if autograd needs them.
     """
     saved, needs = ctx.saved_tensors, ctx.needs_input_grad[3 : 3 + learned]
     terms = saved[-_TENSORS:][3 + learned : 5 + learned]
@@ -186,7 +194,7 @@ for _operation, _backward, _learned in ((blocked, blocked_backward, 2), (fused, 
 
 @lru_cache(maxsize=64)
 def setting_of(code: str, scale: float, offset: int, dropout_p: float) -> Setting:
-    """Return the `Setting` of a call: the device functions named `code`, and the numbers.
+    """Return the `Setting` of a call with these numbers and the device functions named `code`.
 
     Raises:
         AttentionError: This process has not registered the device functions.
@@ -207,5 +215,8 @@ def _new(x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
 
 
 def _new_heads(x_BHTE: Tensor) -> Tensor:
-    """Return an uninitialised tensor in the memory layout of `launch.empty_like_heads`."""
+    """Return an uninitialised tensor with the shape of `x_BHTE`.
+
+    In memory, queries come before heads, as in `launch.empty_like_heads`.
+    """
     return _new(x_BHTE.transpose(1, 2)).transpose(1, 2)

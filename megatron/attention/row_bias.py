@@ -16,10 +16,12 @@ from megatron.positional import PositionalEmbedding
 
 
 class RowBias:
-    """The bias of one call. `grad_HN` is theta's gradient, summed over the tiles so far.
+    """The bias of one attention call, if the bias depends on the query's position.
+
+    `grad_HN` is the gradient of theta, summed over the tiles so far.
 
     Args:
-        theta_HN: The parameters of the distance kernel.
+        theta_HN: The parameters theta of the distance kernel.
         positions_BT: The position of each query in its document, [B or 1, T]. The queries are in
             reversed order.
         keys: The number S of keys.

@@ -125,7 +125,7 @@ def walk(
 def _strips(
     rows: int, keys: int, starts: list[int], window: int
 ) -> list[tuple[slice, int, int, bool]]:
-    """Return the tiles of one head, each as four attributes of `Tile`: rows, first, keys, mixed."""
+    """Return the tiles of one head as tuples (rows, first, keys, mixed); see `QueryTile`."""
     strips, r = [], 0
     while r < len(starts):
         end = min(r + rows, len(starts))

@@ -40,7 +40,8 @@ PROBES = (0.0, 1.0, 3.0, 17.0, 250.0, 4099.0)
 class Formula:
     """A distance kernel as sympy expressions of the distance and the kernel's parameters theta.
 
-    If `bias` is None, the bias is 0. If `weight` is None, the factor is 1.
+    `bias` is added to the scaled query-key product. If it is None, the bias is 0. `weight` is the
+    factor by which this product is multiplied. If it is None, the factor is 1.
     """
 
     bias: sympy.Expr | None
@@ -59,8 +60,8 @@ class Formula:
 def read(pos: PositionalEmbedding) -> Formula:
     """Return the embedding's formula as symbolic expressions.
 
-    A temperature is part of the factor. If the embedding has neither a distance kernel nor a
-    temperature, the returned formula has bias 0 and factor 1.
+    The factor includes the embedding's temperature, if there is one. If the embedding has neither a
+    distance kernel nor a temperature, the returned formula has bias 0 and factor 1.
 
     Raises:
         Unreadable: The formula has no expression. Its values can still be tabulated.

@@ -55,9 +55,11 @@ def device_functions(
     theta: tuple[sympy.Symbol, ...],
     position: sympy.Symbol | None = None,
 ) -> DeviceFunctions:
-    """Generate the device functions for a bias (None means 0) and a factor (None means 1).
+    """Generate the Triton device functions of a distance kernel.
 
     Args:
+        bias: The bias of the distance kernel. None means 0.
+        weight: The factor of the distance kernel. None means 1.
         position: The symbol of the query's position in its document, or None if neither the bias
             nor the factor contains it.
 
@@ -98,9 +100,9 @@ class Writer:
     """Writes the generated functions `prepare` and `evaluate` from sympy expressions.
 
     `prepare` computes the constants of a head: all numbers that depend on theta and scale alone.
-    `evaluate` computes tiles, whose numbers also depend on s, d or i. "The code of" an expression
-    is Triton source text that evaluates it. `lines` collects the statements of `evaluate`, and
-    `prepared` the code of each constant.
+    `evaluate` computes tiles. Their numbers also depend on the query-key product s, the distance d
+    or the query's position i. "The code of" an expression is Triton source text that evaluates it.
+    `lines` collects the statements of `evaluate`, and `prepared` the code of each constant.
     """
 
     def __init__(
@@ -185,13 +187,16 @@ class Writer:
         return f"{self.call(expr, CALLS)}({', '.join(self.tile(arg) for arg in expr.args)})"
 
     def row(self) -> str:
-        """Return the source text, such as "c[2]", of a pointer to the head's row of theta."""
+        """Return the code of a pointer to the head's row of theta, such as "c[2]"."""
         if "theta" not in self.prepared:
             self.prepared.append("theta")
         return f"c[{self.prepared.index('theta')}]"
 
     def affine(self, slope: Any, offset: Any) -> str:
-        """Return the code of offset + slope d with d = di - dj: (offset + slope di) - slope dj."""
+        """Return the code of offset + slope * d, where d is the query-key distance di - dj.
+
+        The code is (offset + slope * di) - slope * dj. Both slope and offset are constants.
+        """
         k = "" if slope == 1 else f"{self.constant(slope)} * "
         start = "" if offset == 0 else f"{self.constant(offset)} + "
         return f"(({start}{k}di) - {k}dj)"
@@ -217,8 +222,11 @@ class Writer:
         """Return the source of the generated `prepare`, `evaluate`, `zeros`, `add` and `finish`.
 
         Args:
-            results: The code of `evaluate`'s first results, such as y and w. The terms follow.
-            columns: The columns of theta to which the terms belong.
+            results: The code of the first values that `evaluate` returns, such as y and w.
+            terms: The code of the values that `evaluate` returns after `results`, from which the
+                gradients of theta's `columns` are computed. There is one term for each column.
+            factors: The code of the factor by which `finish` multiplies the sum of each term.
+            columns: The columns of theta that have a term.
         """
         count, first = len(terms), len(results)
         loads = [f"t{n} = tl.load(theta + {n})" for n in columns]

@@ -53,7 +53,10 @@ SWITCHES = {"cached": False}
 
 
 def cache_launches(on: bool) -> None:
-    """Switch cached launches on or off, for the whole process. Results do not change."""
+    """Switch the reuse of compiled kernels between launches on or off, for the whole process.
+
+    With reuse, launches take less time, and results do not change.
+    """
     SWITCHES["cached"] = on
 
 
@@ -112,6 +115,7 @@ def variant_of(
     """Return a Triton kernel with its compile-time arguments; see `constants`.
 
     Args:
+        which: The Triton kernel, a key of `PASSES`.
         pointers: The tensors of the call, in the order of `order(which)`.
     """
     missing = [x is None for x in pointers]
@@ -135,11 +139,15 @@ def variant_of(
 
 @lru_cache
 def order(which: str) -> tuple[list[str], list[str], list[str]]:
-    """Return a kernel's names in three lists: tensors, tensors with strides, constants.
+    """Return three lists of names from the signature of a Triton kernel.
 
-    A tensor named x is the argument `x_ptr`. If it has four dimensions, the strides of the first
-    three are the arguments `x_b`, `x_h` and `x_t`. All pointers come first, then all strides, then
-    `NUMBERS`, and then the compile-time arguments.
+    The lists are the names of all tensors, of the tensors with strides, and of the compile-time
+    arguments. A tensor named x is the argument `x_ptr`. If it has strides, those of the first three
+    of its four dimensions are the arguments `x_b`, `x_h` and `x_t`. All pointers come first, then
+    all strides, then `NUMBERS`, and then the compile-time arguments.
+
+    Args:
+        which: The Triton kernel, a key of `PASSES`.
     """
     names = PASSES[which].arg_names
     tensors = [name.removesuffix("_ptr") for name in names if name.endswith("_ptr")]
@@ -154,12 +162,12 @@ def constants(
     functions: DeviceFunctions, tile: Tile, head_size: int,
     *, dropout: bool, theta: bool, terms: Collection[str] = (),
 ) -> dict[str, Any]:  # fmt: skip
-    """Return a dict from name to value: the compile-time arguments of all Triton kernels.
+    """Return the compile-time arguments of all Triton kernels, as a dict from name to value.
 
     Args:
         theta: Whether the gradient of the distance kernel's parameters or table is needed.
-        terms: Those names in `documents_sink_decay.TENSORS` whose tensors the call passes. The
-            pointers to the other tensors in `TENSORS` are None.
+        terms: The names of the optional tensors that the call passes. The pointer to each other
+            tensor in `documents_sink_decay.TENSORS` becomes the compile-time argument None.
     """
     values: dict[str, Any] = {f"{name}_ptr": None for name in TENSORS if name not in terms}
     values |= {

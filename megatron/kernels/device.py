@@ -76,11 +76,12 @@ def ex2(x):
 def opaque(x):
     """Return x, hidden from the compiler's optimiser.
 
-    This prevents two optimisations that slow the Triton kernels down. For s + b(d) / scale, the
-    compiler would start the accumulator of the matrix product s from b(d) / scale, and these values
-    would occupy registers during the product. In a loop, the compiler would let the last product
-    run on into the next iteration, and ptxas would then wait after each of Hopper's products (its
-    warning C7515).
+    This prevents two optimisations that slow the Triton kernels down:
+
+    - Where b(d) / scale is added to a matrix product s, the compiler would start the accumulator of
+      s from b(d) / scale. These values would then occupy registers during the product.
+    - In a loop, the compiler would let the last matrix product run on into the next iteration.
+      ptxas would then wait after each of Hopper's products (its warning C7515).
     """
     if INTERPRETED:
         return x
@@ -140,11 +141,13 @@ def table_distance(i, j, m0, n0, offset, queries):
 def spread(start, SHARED: tl.constexpr, M: tl.constexpr, N: tl.constexpr):
     """Return tiles (a, b) in fp32 with a - b = start + r - c, for row r and column c of [M, N].
 
-    With SHARED, equal differences in a thread come from equal a and b. So the compiler evaluates a
-    distance kernel only once for them. On tensor cores, a thread has rows r and r + 8, and every
-    eighth pair of columns. Therefore b depends only on the register and is a constant in the
-    machine code, and a has two values. For example, the 32 scores of a thread in a tile [64, 64]
-    have 18 differences. Without SHARED, a is a column and b is a row.
+    Without SHARED, a depends only on the row, and b only on the column.
+
+    With SHARED, all entries of a thread with the same difference a - b have the same a and the same
+    b. So the compiler evaluates a distance kernel only once for these entries. On tensor cores, a
+    thread has rows r and r + 8, and every eighth pair of columns. Therefore b depends only on the
+    register and is a constant in the machine code, and a has two values. For example, the 32 scores
+    of a thread in a tile [64, 64] have 18 differences.
     """
     r = tl.arange(0, M)[:, None]
     c = tl.arange(0, N)[None, :]
@@ -162,9 +165,11 @@ def add_columns(sums, x, dtype: tl.constexpr):
 
     With W = 8, a thread holds all columns that it adds up, because columns of a tensor core's tile
     are distributed over threads in a pattern of 8. With W = 1, or if q's `dtype` is fp32, threads
-    exchange sums. In fp32, an exchanged number can be a single product, rounded. The thread that
-    computed this product could fuse it with the addition, unrounded, and its result would then
-    differ from that of the other thread. So the products are hidden from the compiler (`opaque`).
+    exchange their sums.
+
+    In fp32, the number that a thread sends can be a single product, which is rounded. The same
+    thread could add its own product without rounding (a fused multiply-add). Then the two threads
+    would get different results. To prevent this, products are hidden from the compiler (`opaque`).
     """
     if dtype == tl.float32:
         x = opaque(x)

@@ -18,13 +18,16 @@ class DeviceFunctions:
 
     Attributes:
         prepare: Maps (row of theta, its length, scale) to c, the constants of a head.
-        evaluate: Maps (s, di, dj, d, c, row) to (y, w, terms), for a tile.
+        evaluate: Maps (s, di, dj, d, c, row) to (y, w, terms) for a tile. s are the query-key
+            products, d the distances (also given as di - dj) and row the queries' positions. y is
+            the logit divided by scale, and w is the factor of s. `add` and `finish` compute
+            theta's gradient from the terms.
         weighted: Whether there is a factor w.
         zeros, add, finish: Create, update and sum up the accumulators of theta's gradient, which
             have W numbers per query row (see `add_columns`). None if no column has a term.
         num_theta: The number of columns of theta that have a term.
         tabulated: Whether "theta" is a table over distances (see `tabulated`).
-        biased: Whether the table contains b.
+        biased: Whether the table contains the bias.
         source: The generated source text.
         layer: The layer of hidden units, if there is one.
         reads_position: Whether `evaluate` needs `row`.
@@ -44,7 +47,7 @@ class DeviceFunctions:
     reads_position: bool = False
 
     def needs(self, dropout: bool, terms: bool = False) -> Needs:
-        """Return what a call with these device functions needs; see `Needs`."""
+        """Return the properties of a call that determine its use of registers; see `Needs`."""
         layer = self.layer is not None
         heavy = self.weighted or self.tabulated or self.num_theta > 2 or layer
         return Needs(heavy, dropout, self.num_theta, terms, layer)

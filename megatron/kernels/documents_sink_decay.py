@@ -53,8 +53,9 @@ def row_tiles(end_ptr, n0, offset, queries, keys, M: tl.constexpr, N: tl.constex
 
     Returns:
         (first, whole, full, crossing, masked, rest). The tiles from row `whole` to row `full` need
-        no mask. `masked` is the number of tiles that need one. The first `crossing` of them follow
-        each other from row `first` on, and the others follow each other from row `rest` on.
+        no mask. `masked` is the number of tiles that need a mask. They form two groups of adjacent
+        tiles. The first group has `crossing` tiles and begins at row `first`. The second group
+        begins at row `rest`.
     """
     first = tl.maximum(n0 - offset, 0) // M * M
     whole = tl.minimum(tl.cdiv(tl.maximum(n0 + N - 1 - offset, 0), M), tl.cdiv(queries, M)) * M
@@ -74,7 +75,10 @@ def row_tiles(end_ptr, n0, offset, queries, keys, M: tl.constexpr, N: tl.constex
 
 @triton.jit
 def row_tile_at(tile, crossing, first, rest, end, M: tl.constexpr):
-    """Return the first row of the masked tile number `tile` (see `row_tiles`)."""
+    """Return the first row of a tile of rows that needs a mask.
+
+    `tile` is the number of this tile among those that need a mask (see `row_tiles`).
+    """
     if end is not None:
         rest += (tile - crossing) * M
     return tl.where(tile < crossing, first + tile * M, rest)
@@ -84,7 +88,8 @@ def row_tile_at(tile, crossing, first, rest, end, M: tl.constexpr):
 def open_decay(high_ptr, low_ptr, item, reference, keys):
     """Return the decay of one head: (high, low, high at `reference`, low at `reference`).
 
-    `high` and `low` are pointers. `reference` is a position or a tensor of positions.
+    `high` and `low` point to two fp32 numbers per position. Their sum is the decay divided by
+    scale. `reference` is a position or a tensor of positions.
     """
     high, low = high_ptr + item.to(tl.int64) * keys, low_ptr + item.to(tl.int64) * keys
     return high, low, tl.load(high + reference), tl.load(low + reference)
@@ -92,18 +97,21 @@ def open_decay(high_ptr, low_ptr, item, reference, keys):
 
 @triton.jit
 def lost_at(decay, at):
-    """Return (c_j - c_r) / scale for j in `at`. r is the `reference` passed to `open_decay`."""
+    """Return (c_j - c_r) / scale for the positions j in `at`, where c is the decay.
+
+    r is the `reference` that was passed to `open_decay`, which returned `decay`.
+    """
     return (tl.load(decay[0] + at) - decay[2]) + (tl.load(decay[1] + at) - decay[3])
 
 
 @triton.jit
 def lost(decay, first, limit, MASKED: tl.constexpr, N: tl.constexpr):
-    """Return (c_j - c_r) / scale for the N positions j = first, first + 1, ....
+    """Return (c_j - c_r) / scale for the N positions j from `first` on; see `lost_at`.
 
     With MASKED, positions from `limit` on get the value of the last position before `limit`.
 
     Args:
-        decay: What `open_decay` returned for the rows.
+        decay: The result of `open_decay` for the rows.
     """
     at = first + tl.arange(0, N)
     return lost_at(decay, tl.minimum(at, limit - 1) if MASKED else at)
@@ -117,14 +125,17 @@ def load_clamped(base, first, limit, N: tl.constexpr):
 
 @triton.jit
 def lost_by(decay, reference):
-    """Return (c_j - c_r) / scale for r = `reference`. `open_decay` got the positions j."""
+    """Return (c_j - c_r) / scale for the position r = `reference`, where c is the decay.
+
+    The positions j are those that were passed to `open_decay`, which returned `decay`.
+    """
     high, low = tl.load(decay[0] + reference), tl.load(decay[1] + reference)
     return (decay[2] - high) + (decay[3] - low)
 
 
 @triton.jit
 def null_score(sink_ptr, decay, m0, offset, keys, M: tl.constexpr):
-    """Return the null key's y (logit / scale) for each of the M rows from `m0` on."""
+    """Return logit / scale of the sink's null key for each of the M rows from `m0` on."""
     y = tl.zeros([M], dtype=tl.float32) + tl.load(sink_ptr)
     if len(decay):
         y -= lost(decay, offset + m0, keys, True, M)
@@ -157,7 +168,7 @@ class Terms:
         return not (self.first_BT is None and self.sink_H is None and self.decay_BHS is None)
 
     def tensors(self, scale: float) -> dict[str, Tensor]:
-        """Return a dict from name to tensor: what the Triton kernels read for these terms."""
+        """Return the tensors that the Triton kernels read for these terms, by name."""
         given = {"first": self.first_BT, "position": self.position_BT}
         found = {name: x for name, x in given.items() if x is not None}
         if self.sink_H is not None:
@@ -169,7 +180,7 @@ class Terms:
         return found
 
     def of_keys(self, keys: int) -> dict[str, Tensor]:
-        """Return a dict from name to tensor: what only `key_pass` uses for these terms."""
+        """Return the tensors that only `key_pass` uses for these terms, by name."""
         found = {}
         if self.first_BT is not None:
             key = torch.arange(keys, dtype=torch.int32, device=self.first_BT.device)
@@ -185,9 +196,10 @@ class Terms:
     ) -> tuple[Tensor | None, Tensor | None]:
         """Return the gradients of the sink and of the decay.
 
-        In each row, the gradient ds of the null key's logit is -p delta, where p is the softmax
-        weight of the null key (see `backward` for delta). The ds of all other keys add up to
-        p delta. This sum is added to the gradient of the decay at the row's position.
+        In each row, the gradient of the null key's logit is -p delta. p is the softmax weight of
+        the null key, and delta is the row's sum of grad_out * out. The gradients of the other keys'
+        logits add up to p delta. This sum is added to the gradient of the decay at the row's
+        position.
 
         Args:
             ddecay_BHS: The gradient of the decay at the positions of keys. The gradient at the

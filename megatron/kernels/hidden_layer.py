@@ -33,9 +33,11 @@ from megatron.kernels.rows import gradients_of, open_head, open_rows, seen_by
 class Layer:
     """A layer of hidden units, sum_k v_k relu(w_k u + b_k), in the bias of a distance kernel.
 
+    The sum is piecewise linear in u: a line, slope * u + offset, between neighbouring knees.
+
     Attributes:
         first: The number of columns of theta. The row of numbers that the Triton kernels read for a
-            head starts with these columns, and the layer's knees, slopes and offsets follow.
+            head starts with these columns. The layer's knees, slopes and offsets follow.
         columns: Three tuples of indices of columns of theta: those of w, of b and of v.
     """
 
@@ -57,12 +59,12 @@ class Layer:
         return 1 << self.width.bit_length()
 
     def gradient(self, sums_H2R: Tensor, width: int) -> Tensor:
-        """Return the gradient [heads, `width`] of the rows that `launch` passes to the kernels.
+        """Return the gradient [heads, `width`] of the numbers that the kernels read for each head.
 
-        It holds the sums of `hidden_pass` for slopes and offsets, and zeros for the other entries.
+        The gradients of slopes and offsets are the sums of `hidden_pass`. All others are 0.
 
         Args:
-            width: The length of a row (not the number of hidden units).
+            width: How many numbers the kernels read for a head (not the number of hidden units).
         """
         offsets_HM, slopes_HM = sums_H2R[..., : self.width + 1].unbind(1)
         before = sums_H2R.new_zeros(len(sums_H2R), width - 2 * (self.width + 1))
@@ -124,10 +126,11 @@ def hidden_slope(u, row, first: tl.constexpr, K: tl.constexpr):
 
 @triton.jit
 def add_by_line(sums, slopes, u, ds, knees, K: tl.constexpr, R: tl.constexpr):
-    """Sum ds and ds u over each line of the layer. Return `sums` and `slopes` [R] plus these sums.
+    """Return `sums` [R] plus the sums of ds, and `slopes` [R] plus the sums of ds u, for each line.
 
     u and ds are tiles: the layer's inputs and the gradients of the logits. Entry m of the results
-    belongs to line m, on which u lies between the knees m - 1 and m.
+    belongs to line m of the piecewise linear layer. On this line, u lies between the knees m - 1
+    and m.
     """
     line = tl.arange(0, R)
     within = knees_within(u, knees, K)
@@ -152,10 +155,12 @@ def hidden_pass(
     f_prepare: tl.constexpr, f_evaluate: tl.constexpr, FIRST: tl.constexpr, K: tl.constexpr,
     DROPOUT: tl.constexpr, M: tl.constexpr, N: tl.constexpr, E: tl.constexpr, P: tl.constexpr,
 ):  # fmt: skip
-    """Sum the gradients of the offsets and slopes of the layer's lines.
+    """Compute the gradients of the slopes and offsets of a layer of hidden units.
 
-    Each program handles one tile of query rows of one head. It writes its sums of ds (for offsets)
-    and of ds u (for slopes) to `sums` [programs, 2, R].
+    The layer is piecewise linear in its input u: a line, slope * u + offset, between neighbouring
+    knees. Each program handles one tile of query rows of one head. For each line, it writes the
+    sums of ds (for the offset) and of ds u (for the slope) to `sums` [programs, 2, R]. ds is the
+    gradient of a logit.
     """
     tiles = tl.cdiv(queries, M)
     item, m0 = open_rows(tiles, M)

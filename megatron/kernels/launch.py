@@ -184,7 +184,9 @@ def backward(
 def hidden_gradient(
     setting: Setting, tile: Tile, tensors: dict[str, Tensor], layer: Layer, plain_HN: Tensor
 ) -> Tensor:
-    """Return the gradient of `rows_HW`, if the distance kernel has a layer of hidden units.
+    """Return the gradient of the numbers that the Triton kernels read for each head.
+
+    The distance kernel has the layer of hidden units `layer`.
 
     Args:
         tile: The tile of the Triton kernel `hidden`.

@@ -18,13 +18,13 @@ HALVES = (sympy.Rational(1, 2), sympy.Rational(-1, 2))
 
 
 class step(sympy.Function):
-    """1 if x > 0, otherwise 0."""
+    """Sympy function of x: 1 if x > 0, and 0 otherwise."""
 
     nargs = 1
 
 
 class relu(sympy.Function):
-    """max(x, 0)."""
+    """Sympy function max(x, 0)."""
 
     nargs = 1
 
@@ -33,11 +33,14 @@ class relu(sympy.Function):
 
 
 class hidden_slope(sympy.Function):
-    """The derivative of `hidden_layer` with respect to u. The arguments are the same."""
+    """Sympy function: the derivative of `hidden_layer` with respect to u.
+
+    The arguments are those of `hidden_layer`.
+    """
 
 
 class hidden_layer(sympy.Function):
-    """sum_k v_k relu(w_k u + b_k). The arguments are u, then all w, all b and all v."""
+    """Sympy function sum_k v_k relu(w_k u + b_k) of the arguments u, all w, all b and all v."""
 
     @property
     def columns(self) -> tuple[tuple[Any, ...], ...]:
@@ -76,10 +79,11 @@ def lower(expr: Any, d: sympy.Symbol) -> sympy.Expr:
 
 
 def layers(expr: sympy.Expr, theta: tuple[sympy.Symbol, ...]) -> tuple | None:
-    """Find the layer of hidden units, sum_k v_k relu(w_k u + b_k), in a distance kernel's `expr`.
+    """Find the layer of hidden units, sum_k v_k relu(w_k u + b_k), in the expression `expr`.
 
     Returns:
-        (u, indices of all w in theta, of all b, of all v), or None if there is no layer.
+        The input u and three tuples of indices in theta: those of all w, of all b and of all v. The
+        result is None if there is no layer.
 
     Raises:
         NotExpressible: There are several layers, or `expr` uses a w, b or v outside of the layer.
@@ -131,9 +135,13 @@ def direct(exponent: sympy.Expr) -> bool:
 
 
 def log2(arg: sympy.Expr, lowered: sympy.Expr, d: sympy.Symbol) -> sympy.Expr:
-    """Return the logarithm of `lowered` to base 2. `lowered` is what `lower` made of `arg`.
+    """Return the logarithm of `lowered` to base 2, as an expression.
 
-    If `arg` is never negative and may be 0 at d = 0, the result at d = 0 is finite.
+    If `arg` may be 0 at d = 0 and is never negative there, log2 0 is replaced by a finite number.
+
+    Args:
+        arg: The expression before `lower` has rewritten it.
+        lowered: The expression after `lower` has rewritten it.
     """
     near = arg.subs(d, 0)  # not guarded if it may be negative, because NaN must be visible
     guarded = near.is_nonnegative and not near.is_positive

@@ -73,7 +73,11 @@ def open_head(
 
 @triton.jit
 def seen_by(head, m0, first_ptr, high_ptr, low_ptr, position_ptr, M: tl.constexpr, N: tl.constexpr):
-    """Return the tiles of keys that the M rows from `m0` on see, and what their mask needs."""
+    """Return the `KeyTiles` and the `RowTerms` of the M rows from `m0` on.
+
+    `KeyTiles` are the tiles of keys that the rows see. `RowTerms` hold the rows' first keys, decay
+    and positions.
+    """
     offset, queries = head.offset, head.queries
     last, past = tl.minimum(offset + m0 + M, offset + queries), (offset + m0 + 1) // N * N
     first, begin, lead, decay, at = (), 0, 0, (), 0
@@ -92,10 +96,12 @@ def seen_by(head, m0, first_ptr, high_ptr, low_ptr, position_ptr, M: tl.constexp
 
 @triton.jit
 def ends_of(seen, MASKED: tl.constexpr):
-    """Return the begin and the end of a loop over the tiles that need a mask, or that need none.
+    """Return the begin and the end of a loop over tiles of keys.
 
-    With MASKED, the loop visits two groups of tiles: those from `begin` to `lead`, and those from
-    `past` to `last`. The loop variable starts at past - (lead - begin). See `key_tile_at`.
+    Without MASKED, the loop visits the tiles that need no mask. With MASKED, it visits the tiles
+    that need one. These form two groups: from `seen.begin` to `seen.lead`, and from `seen.past` to
+    `seen.last`. The loop variable has no gap between the groups, because it starts at
+    past - (lead - begin). `key_tile_at` converts it to the first key of a tile.
     """
     if MASKED:
         return seen.past - (seen.lead - seen.begin), seen.last
@@ -105,9 +111,10 @@ def ends_of(seen, MASKED: tl.constexpr):
 
 @triton.jit
 def key_tile_at(n, seen, terms, MASKED: tl.constexpr):
-    """Return the first key of the tile that the loop with the bounds `ends_of` visits at `n`.
+    """Return the first key of a tile, where `n` is the variable of a loop over tiles of keys.
 
-    With MASKED and n < past, the tile is in the first group and starts at n - (past - lead).
+    `ends_of` has returned the begin and the end of this loop. With MASKED and n < past, the tile is
+    in the first of two groups and starts at n - (past - lead).
     """
     if MASKED and len(terms.first):
         n = tl.where(n < seen.past, n - (seen.past - seen.lead), n)
@@ -145,8 +152,9 @@ def gradients_of(
 ):  # fmt: skip
     """Return (results of `f_evaluate`, p, ds) for a tile of query-key products s [M, N].
 
-    dp [M, N] are the products do_i . v_j. `lse` and `delta` [M] belong to the rows. The other
-    arguments are those of `logits_of`.
+    p are the softmax weights, and ds are the gradients of the logits. dp [M, N] are the products
+    do_i . v_j, where do_i is the gradient of the output of row i. `lse` and `delta` [M] belong to
+    the rows. The other arguments are those of `logits_of`.
     """
     logits = logits_of(s, head, terms, m0, n0, f_evaluate, SHARED, MASKED, M, N)
     e, y, mask = logits  # in two statements, for basedpyright

@@ -48,7 +48,7 @@ class TileSizes:
 
 
 class Needs(NamedTuple):
-    """What makes an attention call need more registers than a bias with two parameters.
+    """The properties of an attention call that determine its use of registers.
 
     Attributes:
         heavy: Whether the distance kernel has a factor w, a table, a layer of hidden units, or more
@@ -67,7 +67,7 @@ class Needs(NamedTuple):
 
 
 def sizes(*four: tuple[int, int, int, int]) -> TileSizes:
-    """Return the `TileSizes` with these four tiles, each given as (M, N, warps, stages)."""
+    """Return the `TileSizes` whose fields are these tuples (M, N, warps, stages), in order."""
     return TileSizes(*(Tile(*each) for each in four))
 
 

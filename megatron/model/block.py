@@ -118,7 +118,7 @@ class SelfAttention(nn.Module):
     def _queries_keys_values(self, x_BTD: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Return q [B, H, T, E], k and v [B, K, T, E] of all positions and this rank's heads.
 
-        With a norm of queries and keys, K is H.
+        K is the number of key heads. If queries and keys are normed, K equals H.
         """
         shape, qkv_BTW = self.shape, self.query_key_value(x_BTD)
         qkv_BKTW = by_key_heads(qkv_BTW, shape.group, shape.head_size, self.qk_layernorm)

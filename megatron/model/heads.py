@@ -18,7 +18,7 @@ from torch import Tensor
 def by_key_heads(
     qkv_BTW: Tensor, group: int, size: int, norm: Callable[[Tensor], Tensor] | None = None
 ) -> Tensor:
-    """Return the projection's output, divided into key heads, [B, K, T, (G + 2) E].
+    """Divide the output of the projection `query_key_value` into key heads, [B, K, T, (G + 2) E].
 
     Args:
         group: The number G of query heads that share a key head.

@@ -48,7 +48,9 @@ Flow = torch.Tensor | tuple[torch.Tensor, ...]
 def _parts(flow: Flow) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
     """Divide a layer's input into (x, theta, starts), with None for each missing tensor.
 
-    `starts` is recognised by its integer dtype.
+    x are the hidden states or token vectors, and theta are the distance kernel's parameters.
+    `starts` is the position at which each token's document starts. It is recognised by its integer
+    dtype.
     """
     x, *others = flow if isinstance(flow, tuple) else (flow,)
     theta = next((each for each in others if each.is_floating_point()), None)
@@ -183,8 +185,8 @@ def pipeline_loss(plan: Plan) -> Callable[[torch.Tensor, torch.Tensor], torch.Te
     """Return the loss function with which the last pipeline stage ends.
 
     It maps (logits [B, T, V], targets [B, T]) to the mean loss, or under `torch.no_grad` to the
-    losses [B, T]. In place of the targets, it also takes the pair (targets, divisor), where the
-    divisor is that of `mean_loss`.
+    losses [B, T]. Instead of the targets, it also takes the pair (targets, divisor). The mean loss
+    is then the sum of the losses divided by `divisor`.
     """
     logits_tp = logits_group(plan)
 

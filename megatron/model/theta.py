@@ -42,7 +42,7 @@ _LAYER = re.compile(r"^layers\.(\d+)\.")
 
 
 def is_theta(name: str) -> bool:
-    """Return whether the model parameter `name` is a trained part of theta."""
+    """Return whether the model parameter `name` stores trained columns of theta."""
     return name.rpartition(".")[2] in ("theta", "shared_theta")
 
 
@@ -182,8 +182,9 @@ class StoredTheta(nn.Module):
     parameters of the first layer.
 
     Attributes:
-        theta, shared_theta, fixed_theta: The parts of theta by kind (see the module's docstring).
-            None if there is no column of the kind.
+        theta: The trained columns with a value for each head. None if no column is trained.
+        shared_theta: The trained columns with one value for all heads. None if there are none.
+        fixed_theta: The columns that are not trained. None if there are none.
         frozen_N: For each trained column, whether it is frozen. None if no column is frozen.
     """
 

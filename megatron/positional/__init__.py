@@ -53,7 +53,8 @@ def load(name: str, *, numerics: Numerics = WIDE, **options: Any) -> PositionalE
     the embedding rounds numbers.
 
     Raises:
-        PositionalError: Two terms of a combination are of one kind, which is not `distance`.
+        PositionalError: Two terms of a combination have the same kind. Only the kind `distance` may
+            occur more than once.
         PositionalError: No file of this package has the name `name`. The error message suggests
             the nearest name.
         PositionalError: The file does not define exactly one embedding.

@@ -22,7 +22,10 @@ def slopes(num_heads: int) -> list[float]:
 
 
 class Alibi(PositionalEmbedding):
-    """Distance kernel whose parameters theta are ALiBi's slopes, which are not trained."""
+    """Distance kernel: the bias -m d at the query-key distance d, with a fixed slope m per head.
+
+    The slopes are those of ALiBi. They are stored as parameters theta, but are not trained.
+    """
 
     kind = "distance"
     parameters = (ThetaParameter("slope", trained=False),)

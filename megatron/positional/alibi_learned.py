@@ -14,6 +14,9 @@ from megatron.positional.base import ThetaParameter
 
 
 class AlibiLearned(Alibi):
-    """Distance kernel -m d whose initial slopes m are those of `alibi`. The bound is m >= 0."""
+    """Distance kernel: the bias -m d at the query-key distance d, with a learned slope m per head.
+
+    The initial slopes are those of `alibi`. The bound is m >= 0.
+    """
 
     parameters = (ThetaParameter("slope", low=0.0),)

@@ -100,7 +100,7 @@ class PositionalEmbedding:
 
     @property
     def terms(self) -> tuple[PositionalEmbedding, ...]:
-        """The embeddings that a combination joins. Otherwise, the embedding itself."""
+        """The embeddings of a combination, or only this embedding if it is not a combination."""
         return (self,)
 
     def has(self, kind: Kind) -> bool:
@@ -113,7 +113,7 @@ class PositionalEmbedding:
         return self.has("distance") or self.has("rotary")
 
     def of_layer(self, index: int) -> tuple[PositionalEmbedding, slice]:
-        """Return the embedding of the model's layer `index` and the slice of its theta columns."""
+        """Return the embedding of layer `index`, and the layer's columns of theta as a slice."""
         return self, slice(None)
 
     def kernel_part(
@@ -168,8 +168,8 @@ class PositionalEmbedding:
     def bias(self, theta_HN: Tensor, d: Tensor) -> Tensor | None:
         """Return the bias b_h(d) [heads, *d.shape], at least fp32, or None if b is 0 everywhere.
 
-        If `reads_position` is true, there is a third argument, the positions i, and the result is
-        b_h(d, i).
+        Attention adds the bias to the scaled query-key products. If `reads_position` is true, this
+        method has a third argument, the positions i of the queries, and returns b_h(d, i).
         """
         return None
 
@@ -189,12 +189,18 @@ class PositionalEmbedding:
         return None
 
     def weight_at(self, theta_HN: Tensor, d: Tensor, i: Tensor) -> Tensor | None:
-        """Return the factor w_h(d) t_h(i), or None if it is always 1; `i` is as in `bias_at`."""
+        """Return the factor w_h(d) times the temperature t_h(i), or None if both are always 1.
+
+        Args:
+            i: The position of each query, in a shape that broadcasts with `d`.
+        """
         tempers = self.kind == "temperature"
         return self.temperature(theta_HN, i) if tempers else self.weight(theta_HN, d)
 
     def temperature(self, theta_HN: Tensor, position: Tensor) -> Tensor:
-        """Return the temperature t_h(i) of queries at i: [heads, *position.shape], at least fp32.
+        """Return the temperature t_h(i) [heads, *position.shape], at least fp32.
+
+        Attention multiplies the scores of a query at position i in head h by t_h(i).
 
         Args:
             position: The positions i, whole numbers >= 0.
@@ -207,6 +213,8 @@ class PositionalEmbedding:
     def decay(self, gate_BHT: Tensor) -> Tensor:
         """Return the decay c [batch, heads, positions] in fp64, for the kind `gate`.
 
+        Attention adds c_i - c_j to the logit of query i and key j.
+
         Args:
             gate_BHT: One number per position and head. The layer computes these numbers from the
                 hidden states of the positions.
@@ -217,7 +225,9 @@ class PositionalEmbedding:
         raise NotImplementedError(f"{self.name} has no gate")
 
     def sink(self, theta_HN: Tensor) -> Tensor:
-        """Return the logit of each head's null key, [heads], for the kind `sink`.
+        """Return the sink's logit for each head, [heads], for the kind `sink`.
+
+        Attention adds a null key with this logit and the value 0 to the softmax.
 
         Raises:
             NotImplementedError: The embedding has another kind.

@@ -24,7 +24,7 @@ class Combination(PositionalEmbedding):
         terms: The embeddings. Only the kind `distance` may occur more than once.
 
     Raises:
-        PositionalError: An embedding occurs twice, or two embeddings are of one kind, which is not
+        PositionalError: An embedding occurs twice, or two embeddings have the same kind, other than
             `distance`.
     """
 
@@ -99,7 +99,10 @@ class Combination(PositionalEmbedding):
         return self._only("input").table(positions, dim, dtype)
 
     def _part(self, *kinds: Kind) -> tuple[PositionalEmbedding, list[int]]:
-        """Return an embedding of the terms of these kinds, and its columns of theta, as indices."""
+        """Combine the terms of these kinds.
+
+        Return the combination, and the indices of its columns in theta.
+        """
         terms, columns, start = [], [], 0
         for term in self._terms:
             if term.kind in kinds:

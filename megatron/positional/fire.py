@@ -21,9 +21,11 @@ from megatron.positional.hidden_layer import hidden_layer
 
 
 class Fire(PositionalEmbedding):
-    """FIRE bias with the paper's initial values: c = 0.1, L = `length`, others as in `nn.Linear`.
+    """FIRE bias, sum_k v_hk relu(w_k u + b_k) in head h.
 
-    As in the paper, the learned parameter is `L_factor` = L / `length` instead of L itself.
+    Here u = log(1 + c d) / log(1 + c max(L, i)), d is the query-key distance, and i is the query's
+    position. Initially c = 0.1 and L = `length`, and w, b and v are drawn as in `nn.Linear`. As in
+    the paper, the learned parameter is `L_factor` = L / `length` instead of L itself.
 
     Args:
         length: The initial L. For queries at positions up to L, the bias depends on the distance

@@ -14,9 +14,10 @@ from megatron.positional.base import PositionalEmbedding, factor, power
 
 
 class Gaussian3(PositionalEmbedding):
-    """Distance kernel a (exp(-r d^p) - 1) with three parameters per head: a, r and p.
+    """Distance kernel: the bias a (exp(-r d^p) - 1) at the query-key distance d.
 
-    Initially a, r ~ U(0, 1) and p ~ 2 U(0, 1). The bounds are a, r >= 0.01 and 0.01 <= p <= 2.
+    Each head has three parameters. Initially a, r ~ U(0, 1) and p ~ 2 U(0, 1). The bounds are
+    a, r >= 0.01 and 0.01 <= p <= 2.
     """
 
     kind = "distance"

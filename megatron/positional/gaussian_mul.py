@@ -14,9 +14,10 @@ from megatron.positional.base import PositionalEmbedding, factor
 
 
 class GaussianMul(PositionalEmbedding):
-    """Multiplicative distance kernel exp(-r d^2) with initial r ~ U(0, 1). The bound is r >= 0.01.
+    """Distance kernel: the factor exp(-r d^2) at the query-key distance d.
 
-    At this bound, w falls to 0.1 at distance 15.
+    Initially r ~ U(0, 1). The bound is r >= 0.01. At this bound, the factor falls to 0.1 at
+    distance 15.
     """
 
     kind = "distance"

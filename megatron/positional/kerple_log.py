@@ -13,9 +13,9 @@ from megatron.positional.base import PositionalEmbedding, ThetaParameter, factor
 
 
 class KerpleLog(PositionalEmbedding):
-    """Distance kernel -p log(1 + a d) with initial p ~ 2 U(0, 1) and a ~ U(0, 1).
+    """Distance kernel: the bias -p log(1 + a d) at the query-key distance d.
 
-    The bounds are p, a >= 0.01.
+    Initially p ~ 2 U(0, 1) and a ~ U(0, 1). The bounds are p, a >= 0.01.
     """
 
     kind = "distance"

@@ -14,10 +14,10 @@ from megatron.positional.base import PositionalEmbedding, ThetaParameter, factor
 
 
 class KerpleLog3(PositionalEmbedding):
-    """Distance kernel -p log(1 + a d^r) with three parameters per head: p, a and r.
+    """Distance kernel: the bias -p log(1 + a d^r) at the query-key distance d.
 
-    Initially p ~ 2 U(0, 1), a ~ U(0, 1) and r ~ 2 U(0, 1). The bounds are p, a >= 0.01 and
-    0.01 <= r <= 2.
+    Each head has three parameters. Initially p ~ 2 U(0, 1), a ~ U(0, 1) and r ~ 2 U(0, 1). The
+    bounds are p, a >= 0.01 and 0.01 <= r <= 2.
     """
 
     kind = "distance"

@@ -14,9 +14,9 @@ from megatron.positional.base import PositionalEmbedding, factor, power
 
 
 class KerplePower(PositionalEmbedding):
-    """Distance kernel -a d^p with initial p ~ 2 U(0, 1) and a ~ U(0, 1).
+    """Distance kernel: the bias -a d^p at the query-key distance d.
 
-    The bounds are 0.01 <= p <= 2 and a >= 0.01.
+    Initially p ~ 2 U(0, 1) and a ~ U(0, 1). The bounds are 0.01 <= p <= 2 and a >= 0.01.
     """
 
     kind = "distance"

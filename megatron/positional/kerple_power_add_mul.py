@@ -15,10 +15,10 @@ from megatron.positional.base import PositionalEmbedding, factor, power
 
 
 class KerplePowerAddMul(PositionalEmbedding):
-    """Distance kernel with two exponents and two coefficients per head.
+    """Distance kernel: the bias -a d^p and the factor exp(-a' d^p') at the query-key distance d.
 
-    The exponents are drawn from 2 U(0, 1) and kept in [0.01, 2]. The coefficients are drawn from
-    U(0, 1) and kept >= 0.01.
+    The exponents p and p' are drawn from 2 U(0, 1) and kept in [0.01, 2]. The coefficients a and a'
+    are drawn from U(0, 1) and kept >= 0.01.
     """
 
     kind = "distance"

@@ -15,9 +15,9 @@ from megatron.positional.base import ThetaParameter
 
 
 class KerplePowerOriginal(Alibi):
-    """Distance kernel whose parameters are ALiBi's slopes, or 0.01 if a slope is smaller.
+    """Distance kernel: the bias -m d at the query-key distance d, with a fixed slope m per head.
 
-    The slopes are not trained.
+    m is ALiBi's slope, or 0.01 if ALiBi's slope is smaller.
     """
 
     parameters = (ThetaParameter("bias_a", low=0.01, trained=False),)

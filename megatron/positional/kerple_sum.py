@@ -23,14 +23,14 @@ from megatron.positional.base import (
 
 
 class KerpleSum(PositionalEmbedding):
-    """Distance kernel of `logs` logarithms and `powers` powers for each head.
+    """Distance kernel: the sum of `logs` logarithmic and `powers` power biases for each head.
 
-    Logarithms have the initial values and bounds of `kerple_log`, and powers have those of
-    `kerple_power`. Each term has parameters of its own.
+    Logarithmic biases have the initial values and bounds of `kerple_log`, and power biases have
+    those of `kerple_power`. Each of the biases has parameters of its own.
 
     Args:
-        logs: The number of logarithms.
-        powers: The number of powers.
+        logs: The number of logarithmic biases.
+        powers: The number of power biases.
     """
 
     kind = "distance"

@@ -39,7 +39,7 @@ from megatron.positional.base import PositionalEmbedding, PositionalError
 
 
 def frequencies(dim: int, base: float, dtype: torch.dtype, device: torch.device | None) -> Tensor:
-    """Return base^(-2m/dim) for all m < dim/2, rounded to fp32 and then cast to `dtype`."""
+    """Return base^(-2m/dim) for m = 0 ... dim/2 - 1, rounded to fp32 and then cast to `dtype`."""
     if dim % 2:
         raise PositionalError(f"positions are encoded in pairs of dimensions, {dim} is odd")
     exponent = torch.arange(0, dim, 2, device=device).float() / dim
@@ -51,9 +51,10 @@ class Rotary(PositionalEmbedding):
 
     Args:
         rope_type: `default` (no scaling), `linear`, `ntk`, `yarn` or `llama3`.
-        factor: The factor s, at least 1.
+        factor: The factor s by which `rope_type` scales the frequencies, at least 1.
         original_max_position_embeddings: The pretraining length L, for `yarn` and `llama3`.
-        attention_factor: A factor on rotated numbers, for `yarn`. 0 means 0.1 ln(factor) + 1.
+        attention_factor: The factor by which `yarn` multiplies the rotated numbers. 0 means
+            0.1 ln(factor) + 1.
     """
 
     kind = "rotary"

@@ -13,7 +13,7 @@ from megatron.positional.base import PositionalEmbedding, ThetaParameter
 
 
 class Sink(PositionalEmbedding):
-    """Sink with one logit per head, which starts at 0."""
+    """Attention sink: a null key with the value 0 and one learned logit per head, initially 0."""
 
     kind = "sink"
     parameters = (ThetaParameter("sink"),)
