@@ -1,6 +1,6 @@
 """Hurt sweeps, suites, preparations and imports beside a training run, 30 times.
 
-    python tests/soak/beside_training.py --folder /tmp/soak --seed 1     as root: it mounts a disk
+    python -m tests.soak.beside_training --folder /tmp/soak --seed 1     as root: it mounts a disk
 
 `train.py` trains all the time. Each fault hurts one command beside it. Commands, faults and moments
 are drawn from the seed. Then the same command is given again, and what it leaves must be what an
@@ -22,10 +22,10 @@ import sys
 import time
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT))
-from tests.soak.commands import Command, commands  # noqa: E402
+from tests.helpers.jobs import all_but_speed
+from tests.soak.hurt_commands import Command, commands
 
+ROOT = Path(__file__).resolve().parents[2]
 FAULTS = 30
 HOW = ("SIGTERM", "SIGINT", "SIGKILL", "second start", "disk full")
 ENDS_WITHIN = 20.0
@@ -148,8 +148,6 @@ def again(command: Command, expected: str) -> str:
 
 def soak(folder: Path, seed: int, until: float) -> bool:
     """Hurt the commands until the time `until`; return whether all is done and well."""
-    from tests.helpers.jobs import all_but_speed
-
     log = folder / "soak.log"
     made = {command.name: command for command in commands(folder)}
     disk = folder / "disk"
@@ -168,9 +166,9 @@ def soak(folder: Path, seed: int, until: float) -> bool:
     train = [sys.executable, "train.py", str(folder / "done.yml")]
     subprocess.run(train, cwd=ROOT, check=True, capture_output=True)
     beside = Beside(folder)
-    beside.ensure()
-    times = {name: timed(command) for name, command in made.items()}
     try:
+        beside.ensure()
+        times = {name: timed(command) for name, command in made.items()}
         for number, (name, how, share) in enumerate(drawn_faults(seed, list(made)), 1):
             if number <= done:
                 continue
