@@ -29,7 +29,8 @@ from __future__ import annotations
 
 import copy
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from types import NoneType
+from typing import Any, ClassVar, Literal, cast
 
 import torch
 from torch import Tensor
@@ -37,6 +38,13 @@ from torch import Tensor
 from megatron.numerics import WIDE, Numerics
 
 Kind = Literal["distance", "temperature", "gate", "sink", "rotary", "input", "none"]
+
+
+KIND_OF: dict[str, Kind] = {
+    "bias": "distance", "weight": "distance", "temperature": "temperature", "decay": "gate",
+    "sink": "sink", "turn": "rotary", "table": "input",
+}  # fmt: skip
+"""Maps each method that a subclass may override to the kind that uses it."""
 
 
 class PositionalError(ValueError):
@@ -74,8 +82,24 @@ def power(name: str) -> ThetaParameter:
     return ThetaParameter(name, low=0.01, high=2.0, scale=2.0)
 
 
-class PositionalEmbedding:
+class _Fixed(type):
+    """Metaclass of embeddings: the attributes of an embedding are fixed after its construction."""
+
+    def __call__(cls, *args: Any, **kwargs: Any) -> Any:
+        made = super().__call__(*args, **kwargs)
+        made.__dict__["_is_fixed"] = True
+        return made
+
+
+class PositionalEmbedding(metaclass=_Fixed):
     """Base class of all embeddings. A subclass overrides only the methods that its kind uses.
+
+    Two embeddings of one class are equal if their attributes are equal numbers, texts or tuples of
+    such. What a backend has compiled for one of them serves the other, so an embedding may be made
+    anew for each call. Therefore the attributes of an embedding cannot be changed.
+
+    If a subclass sets no `kind`, the method that it overrides decides: `bias` or `weight` means
+    `distance`, and so on (`KIND_OF`).
 
     `bias` and `weight` are pure torch formulas. They are the specification against which every
     attention backend is tested. They never clamp theta, because the training loop clamps theta to
@@ -97,6 +121,33 @@ class PositionalEmbedding:
 
     def __init__(self, numerics: Numerics = WIDE):
         self.numerics = numerics
+
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        overridden = [kind for method, kind in KIND_OF.items() if method in vars(cls)]
+        if cls.kind == "none" and "kind" not in vars(cls) and overridden:
+            cls.kind = overridden[0]
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if "_is_fixed" in self.__dict__:
+            raise AttributeError(
+                f"{name} of {self.name} cannot change after construction, because compiled kernels "
+                "would keep the old formula; make a new embedding"
+            )
+        super().__setattr__(name, value)
+
+    def __eq__(self, other: object) -> bool:
+        if self is other or type(self) is not type(other):
+            return self is other
+        return self._identity() == cast(PositionalEmbedding, other)._identity()
+
+    def __hash__(self) -> int:
+        return hash((type(self), self._identity()))
+
+    def _identity(self) -> Any:
+        """Return the attributes as a hashable value; if one is no plain value, this object's id."""
+        values = tuple(sorted(self.__dict__.items()))
+        return values if all(_is_plain(value) for _, value in values) else id(self)
 
     @property
     def terms(self) -> tuple[PositionalEmbedding, ...]:
@@ -128,8 +179,12 @@ class PositionalEmbedding:
 
     @property
     def name(self) -> str:
-        """The name of the embedding's file, which is also the value of the config key `pos_emb`."""
-        return type(self).__module__.rpartition(".")[2]
+        """The name of the embedding's file, which is also the value of the config key `pos_emb`.
+
+        Outside of this package, it is the name of the class.
+        """
+        package, _, module = type(self).__module__.rpartition(".")
+        return module if package == __name__.rpartition(".")[0] else type(self).__name__
 
     def scaled(self, distance_scale: float) -> PositionalEmbedding:
         """Return a copy of this embedding that multiplies every distance by `distance_scale`.
@@ -143,7 +198,7 @@ class PositionalEmbedding:
         if not self.has_distances:
             raise PositionalError(f"{self.name} depends on no distance that could be scaled")
         other = copy.copy(self)
-        other.distance_scale = distance_scale
+        other.__dict__["distance_scale"] = distance_scale
         return other
 
     def initial_theta(self, num_heads: int, generator: torch.Generator | None = None) -> Tensor:
@@ -293,6 +348,14 @@ class PositionalEmbedding:
         d = d.to(theta_HN.dtype)
         d = d if self.distance_scale == 1.0 else self.distance_scale * d
         return d, *(column.view(shape) for column in theta_HN.unbind(1))
+
+
+def _is_plain(value: Any) -> bool:
+    """Return whether equal values of this type always mean the same to a formula."""
+    if isinstance(value, tuple):
+        return all(map(_is_plain, value))
+    plain = (bool, int, float, str, NoneType, Numerics, ThetaParameter)
+    return isinstance(value, plain)
 
 
 NOTHING = PositionalEmbedding()

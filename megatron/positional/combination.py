@@ -49,6 +49,9 @@ class Combination(PositionalEmbedding):
         self._kernel = self._part("distance")
         self._tempered_kernel = self._part("distance", "temperature")
 
+    def _identity(self) -> tuple[PositionalEmbedding, ...]:
+        return self._terms
+
     @property
     def terms(self) -> tuple[PositionalEmbedding, ...]:
         return self._terms
