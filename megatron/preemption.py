@@ -47,7 +47,11 @@ IMPATIENT = 3
 
 
 class Leave(Exception):
-    """The error that ends the job early. Every rank raises it at the same safe point."""
+    """The error that ends the job early.
+
+    Every rank raises it at the same safe point: after an optimizer step, or between two batches of
+    an evaluation.
+    """
 
 
 class Preemption:
@@ -59,7 +63,8 @@ class Preemption:
             job ends early even without a signal. None sets no limit.
 
     Attributes:
-        decided: An event that is set when this rank knows the safe point at which all ranks leave.
+        decided: An event. It is set when this rank knows after which optimizer step or evaluation
+            batch all ranks end the job.
     """
 
     def __init__(self, exit_code: int = 0, minutes: float | None = None):

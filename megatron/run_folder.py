@@ -36,9 +36,9 @@ class RunFolder:
         path: The folder.
         config, latest, metrics, wandb_id, extrapolation, baselines, accuracy, kernels: The paths of
             files in the folder (see the module docstring). Each file may be missing.
-        suite: The folder of `evaluate.py --suite`.
-        results: The paths of the tables of perplexity and of accuracy by length. A run has at
-            most one of them.
+        suite: The folder into which `evaluate.py --suite` writes.
+        results: Two paths: the table of perplexity by length, and the table of accuracy by length.
+            A run has at most one of these tables.
     """
 
     def __init__(self, path: Path | str):

@@ -83,9 +83,10 @@ def check(path: Path, root: Path) -> tuple[Config | None, list[str]]:
 
 
 def shape_of(model: ModelConfig) -> dict:
-    """Return the keys and values in which a small copy of `model` differs from the defaults.
+    """Return the config keys and values in which a small copy of `model` differs from the defaults.
 
-    The copy is `model` scaled down to the sizes in `SMALL`. The keys in `SIZES` are left out.
+    The copy has the hidden size, heads and sequence length that `SMALL` lists, and its other sizes
+    are scaled down, too. The keys in `SIZES`, such as `hidden_size`, are left out of the result.
     """
     width, heads, length = (small / getattr(model, key) for key, small in SMALL.items())
     values = model.model_dump() | {

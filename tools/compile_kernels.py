@@ -115,10 +115,9 @@ def variants(sample: bool) -> Iterator[Variant]:
 def kernel_of(name: str) -> tuple[PositionalEmbedding, DeviceFunctions, list[str]]:
     """Return (distance kernel, its device functions, tensor names).
 
-    The tensor names are the names of the tensors that the terms beside the distance kernel need.
-
     Args:
-        name: A distance kernel, alone or with other terms, as in `kerple_log + forget_gate`.
+        name: A distance kernel, alone or with other terms, as in `kerple_log + forget_gate`. The
+            third result lists the names of the tensors that these other terms need.
     """
     names = name.split(" + ")
     whole = load(" + ".join(x for x in names if x != "documents") or "none")
@@ -153,7 +152,7 @@ def unchanged(rows: list[Row], wanted: list[Variant]) -> dict[Variant, Row]:
 def build(variant: Variant) -> Row:
     """Compile one variant, and return its row of the CSV.
 
-    As at run time, pointers and strides are taken to be divisible by 16.
+    The compiler assumes that all pointers and strides are divisible by 16, as it does at run time.
     """
     tile, (pos, functions, terms) = tile_of(variant), kernel_of(variant.kernel)
     terms = [*terms, *(("position",) if functions.reads_position else ())]

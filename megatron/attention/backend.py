@@ -59,8 +59,8 @@ class Backend:
         name: The name, as in the config key `attention_backend`.
         function: Computes the output [batch, heads, queries, head size] of a call that
             `call.lowered` has simplified. In such a call, the last key is at the last query's
-            position. The function uses `pos` only if `pos` contains a distance kernel, or contains
-            the temperature and `tempers` returned true.
+            position. Of the call's embedding `pos`, the function computes only the distance kernel
+            and, if `tempers` returned true, the temperature.
         refusal: Returns why the backend does not serve a request, or None if it serves the request.
         remark: Returns a text for the log about a request that the backend serves. The text may be
             empty.

@@ -224,7 +224,9 @@ def attend(
     backend: str = "auto",
     **options: Any,
 ) -> Tensor:
-    """Choose a backend and call it at once, for tests, tools and notebooks.
+    """Return the attention output, from a backend that is chosen for this call alone.
+
+    This function is meant for tests, tools and notebooks.
 
     Args:
         backend: The name of the backend, as in the config key `attention_backend`.

@@ -18,7 +18,8 @@ from megatron.positional import PositionalEmbedding
 class RowBias:
     """The bias of one attention call, if the bias depends on the query's position.
 
-    `grad_HN` is the gradient of theta, summed over the tiles so far.
+    The bias is computed for one tile of the scores at a time. `grad_HN` is the gradient of theta,
+    summed over the tiles so far.
 
     Args:
         theta_HN: The parameters theta of the distance kernel.
@@ -32,7 +33,7 @@ class RowBias:
         self.grad_HN = torch.zeros_like(theta_HN)
 
     def _values(self, tile: QueryTile, theta_hN: Tensor) -> Tensor:
-        """Return the bias [sequences or 1, heads, rows, keys] of a tile."""
+        """Return a tile's bias [sequences or 1, heads, query rows, keys]."""
         device = theta_hN.device
         row_R = torch.arange(tile.rows.start, tile.rows.stop, device=device)
         key_n = torch.arange(tile.seen.start, tile.seen.stop, device=device)

@@ -76,8 +76,8 @@ def block_rows(queries: int, keys: int) -> int:
     """Return the number R of query rows of a tile.
 
     R is usually 32 to 128, so that matrix products are efficient. With at least 64 queries, R is at
-    most half of their number, rounded up. Then a tile of early queries leaves out some future keys,
-    whose scores are not computed. If there are very many keys, R is smaller.
+    most half of the number of queries, rounded up. A tile of early queries can then skip the keys
+    that only later queries see. If there are very many keys, R is smaller.
     """
     rows = min(max(MIN_ROWS, -(-queries // 2)), MAX_ROWS)
     return max(1, min(rows, queries, MAX_ROW_ELEMENTS // keys))

@@ -57,9 +57,10 @@ class DistanceVector:
 
 
 def add_diagonal_sums(reversed_HS: Tensor, matrix_BHRn: Tensor) -> None:
-    """Sum a block's entries at each distance over the batch, and add the sums to `reversed_HS`.
+    """For each distance, add to `reversed_HS` the sum of a block's entries at this distance.
 
-    The order of summation depends only on the shapes, so the result is repeatable bit for bit.
+    The sum also runs over the batch. The order of summation depends only on the shapes, so the
+    result is repeatable bit for bit.
 
     Args:
         reversed_HS: The sums so far, updated in place. Entry S - 1 - d belongs to distance d.

@@ -27,16 +27,17 @@ class Unreadable(ValueError):
 class Columns(tuple):
     """Some columns of theta, as a tuple with one sympy symbol per column.
 
-    `Reader` uses this tuple in place of the tensor [heads, columns] with the columns' values.
+    In the traced operations, the columns form a tensor [heads, columns]. `Reader` replaces that
+    tensor by this tuple.
     """
 
 
 class Reader:
     """Translates to sympy the graph of operations that torch's tracer has recorded.
 
-    The tensor that a node of the graph computes is replaced by one of these values:
+    Each node of the graph computes a tensor. `Reader` replaces this tensor by one of these values:
 
-    - a sympy expression, one for all heads and distances;
+    - a sympy expression, the same for all heads and distances;
     - `Columns` of theta, the distance kernel's parameters;
     - a list of expressions;
     - a plain Python value.

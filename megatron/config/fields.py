@@ -28,10 +28,11 @@ It raises ValueError for an invalid value, with a message that tells the user wh
 
 @dataclass(frozen=True)
 class Key:
-    """The annotation of a config field whose key in config files differs from the field's name.
+    """An annotation of a config field that has another name in config files, or no name there.
 
     Attributes:
-        path: The dotted GPT-NeoX key. None means that the field is always derived and has no key.
+        path: The field's dotted key in GPT-NeoX's config files. None means that no config file can
+            set the field, because it is always derived.
     """
 
     path: str | None

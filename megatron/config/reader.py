@@ -88,7 +88,8 @@ class _Document:
     """One YAML document. `settings` holds its content, `problems` its faults (duplicate keys, ...).
 
     Args:
-        name: The path of the file, or the text of the override. Each problem names it as its place.
+        name: The path of the file, or the text of the override. Messages about problems begin with
+            this name.
         text: The document's text.
     """
 

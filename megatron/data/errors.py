@@ -41,7 +41,7 @@ def needs_package(package: str, feature: str, error: type[DataError]) -> Iterato
 
     Args:
         package: The name of the package for `pip install`.
-        feature: What needs the package, for the error message.
+        feature: The name of the feature that needs the package, for the error message.
         error: The type of the exception to raise.
     """
     try:

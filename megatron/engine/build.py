@@ -42,11 +42,11 @@ def task_of(config: Config) -> Task | None:
 
 
 def counts_targets(config: Config) -> bool:
-    """Return whether a step's loss is computed as the mean over the targets that count.
+    """Return whether a step's loss is the mean over all unmasked targets of the step's batch.
 
-    If not, it is computed as the mean of the micro-batches' losses. The two means differ only
-    where some targets do not count: with `eod_mask_loss`, and in a length task. In all other
-    cases, the result is false.
+    If not, the loss is the mean of the micro-batches' losses. The result is true only if the config
+    sets `calculate_per_token_loss` and some targets may be masked, that is, if `eod_mask_loss` is
+    set or the data is a length task. Without masked targets, the two means are equal.
     """
     masks = config.training.eod_mask_loss or task_name(config.data.data_path) is not None
     return config.training.calculate_per_token_loss and masks

@@ -36,7 +36,7 @@ from megatron.run_folder import RunFolder
 
 @dataclass(frozen=True)
 class Accuracy:
-    """The result for one length: a row of `accuracy.csv`, whose columns are these fields."""
+    """The accuracy at one length. It is one row of `accuracy.csv`, with a column for each field."""
 
     length: int
     times_train: float  # the length, divided by the longest length in training
@@ -59,7 +59,9 @@ def accuracy_at(
     groups: Groups,
     batch_tokens: int,
 ) -> Accuracy:
-    """Measure a model on `count` examples of one length. Every rank must call this function.
+    """Measure the accuracy of a model on `count` examples of one length.
+
+    Every rank must call this function.
 
     Args:
         logits_of: A function from tokens [B, T] to logits [B, T, vocabulary].
@@ -94,11 +96,12 @@ def evaluate_task(
 ) -> list[Accuracy]:
     """Measure a model at each of `eval_lengths`, print a table, and write a CSV and a plot.
 
-    Every rank must call this function. A pipelined job has no logits, so nothing is measured there:
-    the function prints how to measure instead, and returns [].
+    Every rank must call this function. In a pipelined job, which gives no logits, nothing is
+    measured. The function then prints how to measure with `evaluate.py`, and returns [].
 
     Args:
         run_dir: The folder into which the CSV and the plot are written.
+        say: A function that prints a text.
 
     Raises:
         TaskError: The task's options do not allow one of the lengths.
@@ -120,7 +123,11 @@ def evaluate_task(
 
 
 def write_accuracy(rows: Sequence[Accuracy], task: Task, run_dir: Path, title: str) -> str:
-    """Write `accuracy.csv` and `accuracy.png` into `run_dir`, and return the table."""
+    """Write `accuracy.csv` and a plot of it into `run_dir`. Return the table as text.
+
+    Args:
+        title: The title of the plot and of the text.
+    """
     import pandas as pd
     from matplotlib.figure import Figure
 

@@ -229,8 +229,8 @@ def draw_kernels(
     have different kernels, there is one picture for each kernel. Its file is named after the first
     layer with this kernel.
 
-    The largest distance is the largest of `eval_lengths`. If a bias depends on the query's
-    position, it is plotted for a query at that position.
+    The kernel is plotted for distances up to L, the largest of `eval_lengths`. A bias that depends
+    on the query's position is plotted for a query at position L.
 
     Args:
         trained_HN: The learned parameters [heads, parameters per head]; None if there are none.

@@ -20,7 +20,7 @@ from megatron.evaluation.by_length import measurement_of
 
 
 def validation(data: JobData, engine: Engine, step: int) -> dict[str, float]:
-    """Return the metrics of the validation after `step`. Every rank must call this function.
+    """Run the validation after step `step`, and return its metrics. Every rank must call this.
 
     The metrics are `validation/loss` and, if `step` is a multiple of `eval_lengths_interval`, the
     losses by length.

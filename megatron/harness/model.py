@@ -211,9 +211,10 @@ class RunModel(TemplateLM):
         return answers
 
     def _prompt(self, text: str) -> list[int]:
-        """Return the tokens of a text to continue, or the end-of-document token if there are none.
+        """Return the token ids of a text to continue.
 
-        If tokens attend only to their own document, only those of the last document are returned.
+        If the model's tokens attend only to tokens of their own document, the ids of earlier
+        documents are left out. If no id is left, return the id of the end-of-document token.
         """
         ids, end = self.tok_encode(text), self.eot_token_id
         if self._model.documents is not None and end in ids:  # no token sees older documents

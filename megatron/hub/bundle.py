@@ -29,7 +29,7 @@ def bundle(terms: Iterable[str]) -> str:
     """Return the source of one Python file that defines the model and its positional embeddings.
 
     Args:
-        terms: The names of the positional embeddings. Each is a single one, not a combination.
+        terms: The names of single positional embeddings, not of combinations.
     """
     terms = sorted(set(terms))
     modules = {name: f"{positional.__name__}.{name}" for name in terms}
@@ -45,9 +45,9 @@ def bundle(terms: Iterable[str]) -> str:
 
 
 def _add(module: str, order: list[str]) -> None:
-    """Append to `order` this project's modules that `module` imports, and then `module` itself.
+    """Append `module` to the list `order`, after all modules of this project that it imports.
 
-    `megatron.positional` is left out, because `_LOAD` replaces its functions.
+    `megatron.positional` is left out, because the source text `_LOAD` replaces its functions.
     """
     if module in (positional.__name__, *order):
         return

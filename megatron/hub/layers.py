@@ -69,7 +69,8 @@ class Columns:
     Attributes:
         cached: The number of cached columns, those before the new tokens.
         positions_BT: The position of each new token.
-        padding_BTS: Whether the key in column s is padding, which new token t does not see.
+        padding_BTS: Whether new token t must not see the key in column s because it is padding. A
+            padding token sees its own key.
         starts_BS: The column in which the document of each token starts; None if tokens attend
             across documents.
         ended_BT: Whether each new token ends a document; None if tokens attend across documents.
@@ -93,7 +94,7 @@ class PaddedCall(Call):
 
 
 def norm_of(config: KerpleConfig, dim: int, heads: int = 1) -> Norm:
-    """Build the norm of the model for vectors of size `dim`."""
+    """Build a normalisation layer of the kind `config.norm` for vectors of size `dim`."""
     return Norm(config.norm, dim, config.norm_eps, heads)
 
 

@@ -27,14 +27,15 @@ from megatron.positional import PositionalEmbedding
 class Parts:
     """How transformers stores one of our tensors.
 
-    Our tensor has the rows [heads, (part 1 | part 2 | ...)]: for each head, the rows of part 1,
-    then those of part 2, and so on. If there is only one part, our tensor is equal to it.
+    In transformers, our tensor corresponds to one or more tensors, its parts. For each head, our
+    tensor has the head's rows of part 1, then those of part 2, and so on. If there is only one
+    part, our tensor is equal to it.
 
     Attributes:
         names: The names of the parts.
         heads: The number of heads into which the rows are divided: the number of key heads, or 1.
         rows: The number of rows of each part per head.
-        columns: The sizes of the other dimensions.
+        columns: The sizes of all dimensions after the rows.
     """
 
     names: tuple[str, ...]

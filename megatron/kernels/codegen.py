@@ -100,9 +100,10 @@ class Writer:
     """Writes the generated functions `prepare` and `evaluate` from sympy expressions.
 
     `prepare` computes the constants of a head: all numbers that depend on theta and scale alone.
-    `evaluate` computes tiles. Their numbers also depend on the query-key product s, the distance d
-    or the query's position i. "The code of" an expression is Triton source text that evaluates it.
-    `lines` collects the statements of `evaluate`, and `prepared` the code of each constant.
+    `evaluate` computes all numbers that also depend on the query-key product s, the distance d or
+    the query's position i, for a tile of scores. "The code of" an expression is Triton source text
+    that evaluates it. `lines` collects the statements of `evaluate`, and `prepared` the code of
+    each constant.
     """
 
     def __init__(
@@ -222,11 +223,12 @@ class Writer:
         """Return the source of the generated `prepare`, `evaluate`, `zeros`, `add` and `finish`.
 
         Args:
-            results: The code of the first values that `evaluate` returns, such as y and w.
-            terms: The code of the values that `evaluate` returns after `results`, from which the
-                gradients of theta's `columns` are computed. There is one term for each column.
+            results: The code of the first values that `evaluate` returns, such as the logit
+                divided by `scale`.
+            terms: The code of the values that `evaluate` returns after `results`. There is one term
+                for each column in `columns`, from which the column's gradient is computed.
             factors: The code of the factor by which `finish` multiplies the sum of each term.
-            columns: The columns of theta that have a term.
+            columns: The indices of the columns of theta that have a term.
         """
         count, first = len(terms), len(results)
         loads = [f"t{n} = tl.load(theta + {n})" for n in columns]

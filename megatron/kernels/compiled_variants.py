@@ -69,8 +69,9 @@ class Variant:
         functions: The device functions of the distance kernel.
         constants: The compile-time arguments. A launch passes them after all other arguments.
         options: The options of the compiler.
-        exact: For each of `NUMBERS`, whether the choice of the compiled kernel depends on the exact
-            value. If not, it depends only on whether the value fits into 32 bits.
+        exact: For each numeric argument (see `NUMBERS`), whether the choice of the compiled kernel
+            depends on the argument's exact value. If not, the choice depends only on whether the
+            value fits into 32 bits.
         compiled: Maps the properties of run-time arguments (see `key`) to compiled kernels.
     """
 
@@ -141,10 +142,10 @@ def variant_of(
 def order(which: str) -> tuple[list[str], list[str], list[str]]:
     """Return three lists of names from the signature of a Triton kernel.
 
-    The lists are the names of all tensors, of the tensors with strides, and of the compile-time
-    arguments. A tensor named x is the argument `x_ptr`. If it has strides, those of the first three
-    of its four dimensions are the arguments `x_b`, `x_h` and `x_t`. All pointers come first, then
-    all strides, then `NUMBERS`, and then the compile-time arguments.
+    The lists name all tensors, the tensors with strides, and the compile-time arguments. In the
+    signature, a tensor named x is the argument `x_ptr`. If x has strides, the arguments `x_b`,
+    `x_h` and `x_t` are the strides of the first three of its four dimensions. All pointers come
+    first, then all strides, then `NUMBERS`, and then the compile-time arguments.
 
     Args:
         which: The Triton kernel, a key of `PASSES`.
@@ -166,8 +167,9 @@ def constants(
 
     Args:
         theta: Whether the gradient of the distance kernel's parameters or table is needed.
-        terms: The names of the optional tensors that the call passes. The pointer to each other
-            tensor in `documents_sink_decay.TENSORS` becomes the compile-time argument None.
+        terms: The names of the optional tensors that the call passes. The pointers to all remaining
+            tensors in `documents_sink_decay.TENSORS` become compile-time arguments with the value
+            None.
     """
     values: dict[str, Any] = {f"{name}_ptr": None for name in TENSORS if name not in terms}
     values |= {

@@ -17,11 +17,13 @@ class DeviceFunctions:
     """The device functions of a distance kernel. The docstring of `codegen` explains the symbols.
 
     Attributes:
-        prepare: Maps (row of theta, its length, scale) to c, the constants of a head.
+        prepare: Maps (a head's row of theta, the length of the row, scale) to c, the constants of
+            the head.
         evaluate: Maps (s, di, dj, d, c, row) to (y, w, terms) for a tile. s are the query-key
-            products, d the distances (also given as di - dj) and row the queries' positions. y is
-            the logit divided by scale, and w is the factor of s. `add` and `finish` compute
-            theta's gradient from the terms.
+            products. The query-key distances are given twice, as d and as di - dj. The argument
+            `row` holds the queries' positions. y is the logit divided by scale, and w is the factor
+            of s. Each term belongs to one column of theta. `add` and `finish` compute theta's
+            gradient from the terms.
         weighted: Whether there is a factor w.
         zeros, add, finish: Create, update and sum up the accumulators of theta's gradient, which
             have W numbers per query row (see `add_columns`). None if no column has a term.
@@ -47,7 +49,10 @@ class DeviceFunctions:
     reads_position: bool = False
 
     def needs(self, dropout: bool, terms: bool = False) -> Needs:
-        """Return the properties of a call that determine its use of registers; see `Needs`."""
+        """Return the properties of an attention call that determine its use of registers.
+
+        `Needs` describes the arguments and the result.
+        """
         layer = self.layer is not None
         heavy = self.weighted or self.tabulated or self.num_theta > 2 or layer
         return Needs(heavy, dropout, self.num_theta, terms, layer)

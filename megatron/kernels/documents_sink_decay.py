@@ -46,16 +46,16 @@ def both(seen, limit):
 
 @triton.jit
 def row_tiles(end_ptr, n0, offset, queries, keys, M: tl.constexpr, N: tl.constexpr):
-    """Return which tiles of rows see a tile of keys, and which of these tiles need a mask.
+    """Return which tiles of query rows see the N keys from `n0` on, and which tiles need a mask.
 
     A tile of rows needs a mask if one of its rows does not see all N keys, or if it is the last
     tile and has fewer than M rows.
 
     Returns:
-        (first, whole, full, crossing, masked, rest). The tiles from row `whole` to row `full` need
-        no mask. `masked` is the number of tiles that need a mask. They form two groups of adjacent
-        tiles. The first group has `crossing` tiles and begins at row `first`. The second group
-        begins at row `rest`.
+        (first, whole, full, crossing, masked, rest). The tiles from row `whole` up to row `full`
+        (excluded) need no mask. The number of tiles that need a mask is `masked`. These tiles form
+        two groups of adjacent tiles. The number of tiles in the first group is `crossing`, and its
+        first row is `first`. The first row of the second group is `rest`.
     """
     first = tl.maximum(n0 - offset, 0) // M * M
     whole = tl.minimum(tl.cdiv(tl.maximum(n0 + N - 1 - offset, 0), M), tl.cdiv(queries, M)) * M
@@ -86,10 +86,15 @@ def row_tile_at(tile, crossing, first, rest, end, M: tl.constexpr):
 
 @triton.jit
 def open_decay(high_ptr, low_ptr, item, reference, keys):
-    """Return the decay of one head: (high, low, high at `reference`, low at `reference`).
+    """Return (high, low, high at `reference`, low at `reference`), the decay of one head.
 
-    `high` and `low` point to two fp32 numbers per position. Their sum is the decay divided by
-    scale. `reference` is a position or a tensor of positions.
+    The decay at a position, divided by scale, is stored as the sum of two fp32 numbers, a high and
+    a low part. `high` and `low` are pointers to the parts for the head's first position. The last
+    two entries are loaded values.
+
+    Args:
+        item: The index of the head in the flattened dimension of sequences and heads.
+        reference: A position or a tensor of positions.
     """
     high, low = high_ptr + item.to(tl.int64) * keys, low_ptr + item.to(tl.int64) * keys
     return high, low, tl.load(high + reference), tl.load(low + reference)
@@ -106,12 +111,10 @@ def lost_at(decay, at):
 
 @triton.jit
 def lost(decay, first, limit, MASKED: tl.constexpr, N: tl.constexpr):
-    """Return (c_j - c_r) / scale for the N positions j from `first` on; see `lost_at`.
+    """Return (c_j - c_r) / scale for the N positions j from `first` on, where c is the decay.
 
-    With MASKED, positions from `limit` on get the value of the last position before `limit`.
-
-    Args:
-        decay: The result of `open_decay` for the rows.
+    r is the `reference` that was passed to `open_decay`, which returned `decay`. With MASKED,
+    positions from `limit` on get the value of the last position before `limit`.
     """
     at = first + tl.arange(0, N)
     return lost_at(decay, tl.minimum(at, limit - 1) if MASKED else at)
@@ -127,7 +130,7 @@ def load_clamped(base, first, limit, N: tl.constexpr):
 def lost_by(decay, reference):
     """Return (c_j - c_r) / scale for the position r = `reference`, where c is the decay.
 
-    The positions j are those that were passed to `open_decay`, which returned `decay`.
+    The positions j are those that `open_decay`, which returned `decay`, got as its `reference`.
     """
     high, low = tl.load(decay[0] + reference), tl.load(decay[1] + reference)
     return (decay[2] - high) + (decay[3] - low)
@@ -168,7 +171,7 @@ class Terms:
         return not (self.first_BT is None and self.sink_H is None and self.decay_BHS is None)
 
     def tensors(self, scale: float) -> dict[str, Tensor]:
-        """Return the tensors that the Triton kernels read for these terms, by name."""
+        """Return a dict of the tensors that the Triton kernels read for these terms."""
         given = {"first": self.first_BT, "position": self.position_BT}
         found = {name: x for name, x in given.items() if x is not None}
         if self.sink_H is not None:
@@ -180,7 +183,7 @@ class Terms:
         return found
 
     def of_keys(self, keys: int) -> dict[str, Tensor]:
-        """Return the tensors that only `key_pass` uses for these terms, by name."""
+        """Return a dict of the tensors that only the kernel `key_pass` uses for these terms."""
         found = {}
         if self.first_BT is not None:
             key = torch.arange(keys, dtype=torch.int32, device=self.first_BT.device)

@@ -35,7 +35,12 @@ def forward_tile(
     f_evaluate: tl.constexpr, DROPOUT: tl.constexpr, MASKED: tl.constexpr,
     M: tl.constexpr, N: tl.constexpr, E: tl.constexpr, P: tl.constexpr,
 ):  # fmt: skip
-    """Return the running maximum, running sum and weighted sum of v, updated by a tile of keys."""
+    """Add a tile of keys to the running softmax of a tile of query rows.
+
+    Return the new (top, total, acc). In each row, `top` is the largest score so far. Relative to
+    `top`, `total` is the softmax's denominator, and `acc` is the sum of v, weighted by the
+    softmax's numerators after dropout.
+    """
     k = load_rows(head.k, n0, head.keys, head.k_t, MASKED, N, E, P)
     s = tl.dot(q, tl.trans(k), input_precision="ieee")
     _, y, mask = logits_of(s, head, terms, m0, n0, f_evaluate, k.dtype != tl.float32, MASKED, M, N)
@@ -63,7 +68,7 @@ def forward_pass(
     DROPOUT: tl.constexpr,
     M: tl.constexpr, N: tl.constexpr, E: tl.constexpr, P: tl.constexpr,
 ):  # fmt: skip
-    """Compute the attention output and `lse`, one tile of query rows of one head per program.
+    """Compute the attention output and `lse`. A program handles a tile of query rows of one head.
 
     The backward pass needs `lse`, the logarithm to base 2 of the softmax's denominator.
     """

@@ -96,9 +96,10 @@ def knees_within(u, knees, K: tl.constexpr):
 
 @triton.jit
 def hidden_layer(u, row, first: tl.constexpr, K: tl.constexpr):
-    """Return the layer's output f(u) for a tile of inputs u.
+    """Return the output f(u) of a layer of hidden units for a tile of inputs u.
 
-    `row` points to the head's numbers: `first` columns of theta, K knees, then slopes and offsets.
+    The argument `row` points to the numbers of one head: the columns of theta, then the knees, the
+    slopes and the offsets of the layer. The number of columns is `first`, and that of knees is K.
     """
     knees, slopes, offsets = row + first, row + first + K, row + first + 2 * K + 1
     within = knees_within(u, knees, K)
@@ -126,11 +127,11 @@ def hidden_slope(u, row, first: tl.constexpr, K: tl.constexpr):
 
 @triton.jit
 def add_by_line(sums, slopes, u, ds, knees, K: tl.constexpr, R: tl.constexpr):
-    """Return `sums` [R] plus the sums of ds, and `slopes` [R] plus the sums of ds u, for each line.
+    """Add the sums of ds to `sums` [R] and the sums of ds u to `slopes` [R]; return both results.
 
-    u and ds are tiles: the layer's inputs and the gradients of the logits. Entry m of the results
-    belongs to line m of the piecewise linear layer. On this line, u lies between the knees m - 1
-    and m.
+    u and ds are tiles: the inputs of a layer of hidden units, and the gradients of the logits. The
+    layer is piecewise linear in u, and line m lies between the knees m - 1 and m. The sums in entry
+    m of both results are over the inputs u on line m.
     """
     line = tl.arange(0, R)
     within = knees_within(u, knees, K)
@@ -158,9 +159,9 @@ def hidden_pass(
     """Compute the gradients of the slopes and offsets of a layer of hidden units.
 
     The layer is piecewise linear in its input u: a line, slope * u + offset, between neighbouring
-    knees. Each program handles one tile of query rows of one head. For each line, it writes the
-    sums of ds (for the offset) and of ds u (for the slope) to `sums` [programs, 2, R]. ds is the
-    gradient of a logit.
+    knees. Each program handles one tile of query rows of one head. For each of the K + 1 lines, it
+    writes the sums of ds (for the offset) and of ds u (for the slope) to the tensor [programs, 2,
+    R] at `sums_ptr`. ds is the gradient of a logit, and R is the least power of 2 above K.
     """
     tiles = tl.cdiv(queries, M)
     item, m0 = open_rows(tiles, M)

@@ -99,7 +99,10 @@ def layers(expr: sympy.Expr, theta: tuple[sympy.Symbol, ...]) -> tuple | None:
 
 
 def exponential(expr: sympy.Expr, d: sympy.Symbol) -> bool:
-    """Return whether `expr` has d in an exponent. If so, 1 / `expr` is computed by `rcp_any`."""
+    """Return whether `expr` has d in an exponent.
+
+    If so, 1 / `expr` is computed by `rcp_any`, a reciprocal that also accepts infinities.
+    """
     return any(power.exp.has(d) for power in expr.atoms(sympy.exp, sympy.Pow))
 
 
@@ -137,7 +140,7 @@ def direct(exponent: sympy.Expr) -> bool:
 def log2(arg: sympy.Expr, lowered: sympy.Expr, d: sympy.Symbol) -> sympy.Expr:
     """Return the logarithm of `lowered` to base 2, as an expression.
 
-    If `arg` may be 0 at d = 0 and is never negative there, log2 0 is replaced by a finite number.
+    If the value of `arg` at d = 0 may be 0 but not negative, log2 0 is replaced by a finite number.
 
     Args:
         arg: The expression before `lower` has rewritten it.

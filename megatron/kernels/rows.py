@@ -46,10 +46,10 @@ in its document, if the distance kernel depends on it."""
 
 @triton.jit
 def open_rows(tiles, M: tl.constexpr):
-    """Return the item and the first row of this program, which handles M rows.
+    """Return the item (sequence and head) and the first of the M rows that this program handles.
 
-    Programs are ordered by item (sequence and head), then by tile. Each item has `tiles` tiles. The
-    last query rows come first, because they see the most keys.
+    Programs are ordered by item, then by tile of rows. Each item has `tiles` tiles. The last tile
+    comes first, because its rows see the most keys.
     """
     return tl.program_id(0) // tiles, (tiles - 1 - tl.program_id(0) % tiles) * M
 
@@ -75,8 +75,8 @@ def open_head(
 def seen_by(head, m0, first_ptr, high_ptr, low_ptr, position_ptr, M: tl.constexpr, N: tl.constexpr):
     """Return the `KeyTiles` and the `RowTerms` of the M rows from `m0` on.
 
-    `KeyTiles` are the tiles of keys that the rows see. `RowTerms` hold the rows' first keys, decay
-    and positions.
+    `KeyTiles` are the tiles of keys that the rows see. `RowTerms` hold the first key that each row
+    sees, the decay, and the position of each row in its document.
     """
     offset, queries = head.offset, head.queries
     last, past = tl.minimum(offset + m0 + M, offset + queries), (offset + m0 + 1) // N * N
@@ -100,8 +100,8 @@ def ends_of(seen, MASKED: tl.constexpr):
 
     Without MASKED, the loop visits the tiles that need no mask. With MASKED, it visits the tiles
     that need one. These form two groups: from `seen.begin` to `seen.lead`, and from `seen.past` to
-    `seen.last`. The loop variable has no gap between the groups, because it starts at
-    past - (lead - begin). `key_tile_at` converts it to the first key of a tile.
+    `seen.last`. The loop variable is the first key of a tile. In the first group, past - lead is
+    added to it, so that a single loop can visit both groups. `key_tile_at` subtracts this again.
     """
     if MASKED:
         return seen.past - (seen.lead - seen.begin), seen.last
@@ -113,8 +113,8 @@ def ends_of(seen, MASKED: tl.constexpr):
 def key_tile_at(n, seen, terms, MASKED: tl.constexpr):
     """Return the first key of a tile, where `n` is the variable of a loop over tiles of keys.
 
-    `ends_of` has returned the begin and the end of this loop. With MASKED and n < past, the tile is
-    in the first of two groups and starts at n - (past - lead).
+    `ends_of` describes this loop. With MASKED and n < `seen.past`, the tile is in the first of two
+    groups, and its first key is n - (past - lead). Otherwise, its first key is n.
     """
     if MASKED and len(terms.first):
         n = tl.where(n < seen.past, n - (seen.past - seen.lead), n)
@@ -153,8 +153,9 @@ def gradients_of(
     """Return (results of `f_evaluate`, p, ds) for a tile of query-key products s [M, N].
 
     p are the softmax weights, and ds are the gradients of the logits. dp [M, N] are the products
-    do_i . v_j, where do_i is the gradient of the output of row i. `lse` and `delta` [M] belong to
-    the rows. The other arguments are those of `logits_of`.
+    do_i . v_j, where do_i is the gradient of the output of row i. `lse` [M] is the logarithm to
+    base 2 of each row's softmax denominator. `delta` [M] is do_i . o_i, where o_i is the output of
+    row i. The other arguments are those of `logits_of`.
     """
     logits = logits_of(s, head, terms, m0, n0, f_evaluate, SHARED, MASKED, M, N)
     e, y, mask = logits  # in two statements, for basedpyright

@@ -116,9 +116,10 @@ class SelfAttention(nn.Module):
         return self.dense(out_BHTE.transpose(1, 2).flatten(2), partial)
 
     def _queries_keys_values(self, x_BTD: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Return q [B, H, T, E], k and v [B, K, T, E] of all positions and this rank's heads.
+        """Return q [B, H, T, E], k and v [B, K, T, E] for all positions and this rank's heads.
 
-        K is the number of key heads. If queries and keys are normed, K equals H.
+        B is the batch size, H the number of query heads, K the number of key heads, T the number of
+        positions, and E the head size. If queries and keys are normed, K equals H.
         """
         shape, qkv_BTW = self.shape, self.query_key_value(x_BTD)
         qkv_BKTW = by_key_heads(qkv_BTW, shape.group, shape.head_size, self.qk_layernorm)

@@ -32,6 +32,7 @@ class BlockNorm(Norm):
     As in gpt-neox, queries and keys share one norm, and each head has its own weights.
 
     Args:
+        shape: The properties of the transformer block.
         tp: The tensor-parallel group.
         by_head: Whether the input is queries or keys [..., this rank's heads, head size] instead
             of hidden states.

@@ -23,11 +23,11 @@ from megatron.numerics import WIDE, Numerics
 
 
 class Norm(nn.Module):
-    """A norm of vectors [..., D], or of several heads [..., heads, D] with their own weights.
+    """A layer that normalises vectors [..., D], or the vectors [..., heads, D] of several heads.
 
     Args:
         kind: One of `layernorm`, `rmsnorm`, `fused_rmsnorm` and `scalenorm`.
-        dim: The size D.
+        dim: The size D of a vector.
         heads: The number of heads. Each head has its own weights, except in `scalenorm`.
     """
 
@@ -48,7 +48,7 @@ class Norm(nn.Module):
         return self.normed(x, *weights)
 
     def normed(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        """Return the norm of `x` with these weights."""
+        """Return the layer's output for `x`, with the given weights instead of its own."""
         kind, dim, eps = self.kind, self.dim, self.eps
         if bias is not None:
             if self.heads == 1:

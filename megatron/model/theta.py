@@ -42,7 +42,7 @@ _LAYER = re.compile(r"^layers\.(\d+)\.")
 
 
 def is_theta(name: str) -> bool:
-    """Return whether the model parameter `name` stores trained columns of theta."""
+    """Return whether the model's tensor `name` holds trained parameters of a distance kernel."""
     return name.rpartition(".")[2] in ("theta", "shared_theta")
 
 
@@ -79,9 +79,9 @@ def columns_of(pos: PositionalEmbedding, *, trained: bool, shared: bool | None =
 def divided_theta(pos: PositionalEmbedding, theta_HN: Tensor) -> dict[str, Tensor]:
     """Return a dict from name to tensor: theta's trained columns, divided as the model stores them.
 
-    THETA holds the columns with a value for each head. SHARED_THETA [1, columns] holds the columns
-    that all heads share. The dict is empty if no column is trained. It has no SHARED_THETA if no
-    column is shared.
+    The entry THETA holds the columns with a value for each head. If there are columns that all
+    heads share, the entry SHARED_THETA [1, columns] holds them. The dict is empty if no column is
+    trained.
     """
     own, shared = (columns_of(pos, trained=True, shared=which) for which in (False, True))
     parts = {THETA: theta_HN[:, own]} if own or shared else {}
@@ -176,10 +176,10 @@ class FixedTheta(nn.Module):
 
 
 class StoredTheta(nn.Module):
-    """The base class of the model's first layer, which stores theta of this rank's heads.
+    """The base class of the model's first layer. It stores theta for this rank's heads.
 
-    It is a base class and not a layer of its own, because checkpoints name theta's parts as
-    parameters of the first layer.
+    Theta [heads, columns] holds the distance kernel's parameters. Theta has no layer of its own,
+    because checkpoints name its parts as parameters of the first layer.
 
     Attributes:
         theta: The trained columns with a value for each head. None if no column is trained.

@@ -60,10 +60,11 @@ def set_rng_state(state: dict[str, torch.Tensor]) -> None:
 def rank_dropout(tp: TensorGroup, device: torch.device) -> Iterator[None]:
     """Make the ranks of `tp` draw different random numbers within the `with` block.
 
-    After the block, the generators of these ranks are in the same state again. The seed of each
-    rank's stream is drawn from the CPU generator, which is in the same state on all these ranks.
-    Therefore a checkpoint needs only the states of the global generators, and recomputing an
-    activation draws the same numbers again. In a group of one rank this does nothing.
+    After the block, the generators of these ranks are in the same state again. For the block, each
+    rank gets a seed, computed from its rank and from a number drawn from the CPU generator. This
+    number is the same on all these ranks. Therefore a checkpoint needs only the states of the
+    global generators, and recomputing an activation draws the same numbers again. In a group of
+    one rank this function does nothing.
     """
     if tp.size == 1:
         yield

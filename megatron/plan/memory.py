@@ -47,13 +47,17 @@ holds other temporary tensors, such as logits and the gradients of activations."
 
 
 def peak_of(config: Config, vocab_size: int, device_type: str = "cuda") -> tuple[Step, Memory]:
-    """Return the `Step` and the largest `Memory` of the rank that needs the most memory.
+    """Return what the rank that needs the most memory holds at the moment of its peak.
 
     Only the first and the last pipeline stage are compared.
 
     Args:
         vocab_size: The size of the tokenizer's vocabulary, before padding.
         device_type: "cuda" or "cpu", which decides the attention backend.
+
+    Returns:
+        (step, memory), where `step` describes a training step of this rank, and `memory` maps each
+        kind of memory to its bytes at the peak.
     """
     stages = {0, config.parallel.pipe_parallel_size - 1}
     steps = [measured_step(config, vocab_size, stage, device_type) for stage in stages]
@@ -62,7 +66,7 @@ def peak_of(config: Config, vocab_size: int, device_type: str = "cuda") -> tuple
 
 
 def _moments(config: Config, step: Step, device_type: str) -> Iterator[Memory]:
-    """Yield the bytes of each kind of memory, at each moment when the sum may be largest.
+    """Yield a dict from kind of memory to bytes, for each moment at which the total may peak.
 
     Args:
         step: The memory of one rank in a training step, from `measured_step`.

@@ -38,8 +38,8 @@ OTHERS = {"base", "combination", "hidden_layer", "theta_bounds"}
 def names() -> tuple[str, ...]:
     """Return the sorted names of all embeddings.
 
-    The names are those of this package's files, except those in `OTHERS` and files whose names
-    start with `_`.
+    Each embedding has the name of the file that defines it. The files in `OTHERS`, and files whose
+    names start with `_`, are left out.
     """
     stems = {path.stem for folder in __path__ for path in Path(folder).glob("[!_]*.py")}
     return tuple(sorted(stems - OTHERS))

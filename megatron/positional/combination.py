@@ -162,8 +162,8 @@ def _scaled(parts: Sequence[PositionalEmbedding], scale: float) -> list[Position
 class PerLayer(PositionalEmbedding):
     """The embeddings of all layers of a model, if layers differ in embedding or in theta.
 
-    Theta holds the columns of all embeddings side by side. Layers with the same embedding share its
-    columns, unless `own_theta` is set.
+    Theta is the tensor of all learned parameters. It holds the columns of all embeddings side by
+    side. Layers with the same embedding share its columns, unless `own_theta` is set.
 
     Args:
         layers: The embedding of each layer. Two layers share an embedding if their entries are the

@@ -103,8 +103,10 @@ def timed(command: Command) -> tuple[float, float, str]:
 
 
 def hurt(command: Command, how: str, moment: float) -> str:
-    """Start a command, hurt it after `moment` seconds, and return what became of it."""
+    """Start a command, hurt it `moment` seconds after its first file, and return its end."""
     job = command.start()
+    while not command.target.exists() and job.poll() is None:
+        time.sleep(0.02)
     time.sleep(moment)
     ballast = command.target.parent / "ballast"
     if how == "second start":
@@ -177,7 +179,7 @@ def soak(folder: Path, seed: int, until: float) -> bool:
                 return False
             first, seconds, expected = times[name]
             shutil.rmtree(made[name].target, ignore_errors=True)
-            said = hurt(made[name], how, first + share * (seconds - first))
+            said = hurt(made[name], how, share * (seconds - first))
             ending = again(made[name], expected)
             beside.ensure()
             note(f"{number:2d} {how} to {name} after {share:.0%}: {said}; given again it {ending}")

@@ -14,7 +14,7 @@ SPECIAL = re.compile(r"\s(ex2|lg2|rcp|sqrt|rsqrt|sin|cos|tanh|div)\.(approx|full
 
 
 def resources(cubin: bytes) -> tuple[int, int]:
-    """Return the number of registers and the bytes of stack of each thread of a compiled kernel.
+    """Return (registers, bytes of stack) that each thread of a compiled kernel uses.
 
     The stack holds only spilled registers, so its size is the number of spilled bytes.
     """

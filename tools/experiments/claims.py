@@ -35,18 +35,20 @@ from tools.experiments.results import Frame
 
 @dataclass(frozen=True)
 class Verdict:
-    """The result of testing one part of a claim, which compares two sides over seeds.
+    """The result of a test of one part of a claim.
+
+    The claim compares two sides. Each side has one value for each seed.
 
     Attributes:
         seeds: The number of seeds for which both sides have values.
-        change: The mean difference of the two sides in percent. For shares of right answers, in
-            percentage points.
+        change: The mean difference between the two sides, in percent. If the values are shares of
+            right answers, the difference is in percentage points.
         low, high: The 95% interval of `change`.
         p: The p value of this part.
         holm: The p value of the complete claim, after Holm's correction.
         word: The verdict on the complete claim: `holds`, `not shown`, `contradicted` or
             `not tested`. It is `contradicted` if a part has a significant effect in the opposite
-            direction, by a p value without Holm's correction.
+            direction. Holm's correction is not applied to the p value of this effect.
     """
 
     name: str
@@ -96,7 +98,7 @@ def p_value(a: np.ndarray, b: np.ndarray, claim: str, margin: float = 0.0) -> fl
     """Return the p value of a claim about paired values.
 
     Args:
-        a: The values of side A, [seeds]. If ratios are compared, the logarithms of the values.
+        a: The values of side A, or their logarithms if ratios are compared, [seeds].
         b: The same for side B, in the same order of seeds.
         claim: `below`, `above`, `within`, `equal` or `differs`, as the module docstring defines.
         margin: The margin of the claim, as a difference of values in `a` and `b`. It is not
@@ -139,7 +141,8 @@ def significant(
     Holm's correction is over all rows and lengths of `results`.
 
     Args:
-        rows: The axis whose values are the rows.
+        rows: The name of an axis of the grid. Each value of this axis is a row.
+        against: The row with which all other rows are compared.
         alpha: The level of significance.
     """
     chosen = results[results["metric"] == metric]

@@ -63,9 +63,11 @@ class TrainedTokenizer(_Strict):
 
 
 class Paper(_Strict):
-    """The names of a table in configs/paper/tables.json and of a corpus in that table.
+    """Selects numbers from the paper. A report compares the results of the grid with them.
 
-    They select the numbers of the paper with which a report compares the numbers of the grid.
+    Attributes:
+        table: The name of a table in configs/paper/tables.json.
+        corpus: The name of a corpus in that table.
     """
 
     table: str
@@ -100,8 +102,8 @@ def values_of(about: Description, axis: str) -> dict[str, Value]:
 
 
 def sides(endpoint: Endpoint) -> tuple[dict[str, str], dict[str, str]]:
-    """Return the two groups of runs that a claim compares.
+    """Return descriptions of the two groups of runs that a claim compares.
 
-    Each group is a dict with one value for every axis of the grid, and a `length`.
+    Each description is a dict with one value for every axis of the grid, and a `length`.
     """
     return endpoint.of, endpoint.of | endpoint.than

@@ -100,8 +100,8 @@ def of_run(folder: Path, record: Record | None = None) -> tuple[Frame, list[str]
     The table has the columns `length`, `metric` and `value`.
 
     Args:
-        record: The record of the run, if it is a cell of a grid. Files of the suite are then left
-            out if they were not measured with the settings in the record.
+        record: The content of `cell.json`, if the run is a cell of a grid. Result files of
+            `evaluate.py --suite` that were measured with other settings are then left out.
 
     Raises:
         DataError: A table is damaged.

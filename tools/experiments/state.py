@@ -47,10 +47,11 @@ class Record:
 
     Attributes:
         config: The resolved configuration without the folders of the run.
-        text: The fingerprint of the tokens that the run reads, or the identity of its length task.
+        text: The fingerprint of the tokens that the run reads. For a run that trains on a length
+            task, it is the identity of the task.
         code: The fingerprint of the code, and the versions of the libraries that compute.
         seconds: The wall time of the run so far, in all processes that continued it.
-        state: The outcome of the last of these processes; `running` before it has ended.
+        state: How the last of these processes ended, or `running` if it has not ended.
     """
 
     cell: str
@@ -107,7 +108,9 @@ _texts: dict[str, str] = {}
 
 
 def text_of(config: Config) -> str:
-    """Return the fingerprint of the tokens, or the identity of the length task, of a configuration.
+    """Return the fingerprint of the tokens on which a configuration trains.
+
+    If it trains on a length task, return the identity of the task.
 
     Raises:
         DataError: The tokens cannot be read.

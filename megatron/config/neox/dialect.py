@@ -48,8 +48,8 @@ def translate(settings: Settings) -> Translation:
 def _by_key(settings: Settings) -> dict[str, Given]:
     """Return `settings` as a dict from dotted key, such as "fp16.enabled", to setting.
 
-    `settings` has one entry for each value inside a mapping, and so has the dict. But a mapping
-    whose key is in `OPAQUE` (such as `theta_init`) becomes one setting, whose value is a dict.
+    Each value inside a mapping has an entry of its own. Only a mapping whose key is in `OPAQUE`
+    (such as `theta_init`) becomes a single entry, whose value is a dict.
     """
     by_key: dict[str, Given] = {}
     for path, given in settings.items():

@@ -62,7 +62,7 @@ class ArchiveWriter(AbstractContextManager["ArchiveWriter"]):
         return len(self._complete_files()) >= files
 
     def rewind(self, files: int) -> None:
-        """Keep the first `files` files of an earlier run, remove the others, and write after them.
+        """Continue an earlier run's archive after the first `files` files. Remove the later ones.
 
         Raises:
             CorpusError: Another process is writing this archive, or its folder cannot be made.
@@ -132,7 +132,9 @@ class ArchiveWriter(AbstractContextManager["ArchiveWriter"]):
 def read_archive(
     source: Source, keys: tuple[str, ...], facts: dict, place: Place
 ) -> Iterator[Chunk]:
-    """Yield the chunks of one file of an archive. Each record has the keys `text` and `meta`.
+    """Yield the records of one file of an archive, in chunks.
+
+    Each record has the keys `text` and `meta`.
 
     Args:
         source: The source to read, one file of an archive.

@@ -213,7 +213,7 @@ def batches(items: Iterable[T], size_of: Callable[[T], int]) -> Iterator[list[T]
 
 @contextmanager
 def foreign_bytes(place: Place, message: str = "is truncated or damaged") -> Iterator[None]:
-    """Turn an error of the `with` block into a `Fault`, unless it is a DataError or a MemoryError.
+    """Turn errors of the `with` block into a `Fault`, except DataErrors and MemoryErrors.
 
     The libraries that parse archives and tables raise many more types of errors than they document.
 
@@ -222,10 +222,10 @@ def foreign_bytes(place: Place, message: str = "is truncated or damaged") -> Ite
         message: The first words of the text of the `Fault`. The text of the error follows them.
 
     Raises:
-        Fault: The block raised an error that is none of the following.
-        DataError: The block raised this error.
-        CorpusError: The block ran out of memory. The input may be intact, so a run must not skip
-            it, as it may skip an input with a `Fault`.
+        Fault: The block raised a `Fault`, or an error of a type that is not named below.
+        DataError: The block raised a DataError, which is passed on.
+        CorpusError: The block ran out of memory. A run may skip an input after a `Fault`, but not
+            after this error, because the input may be intact.
     """
     try:
         yield

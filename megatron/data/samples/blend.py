@@ -70,7 +70,7 @@ def weights_by_documents(documents: Sequence[int], alpha: float) -> list[float]:
 
 
 def samples_to_index(num_samples: int, weights: Sequence[float]) -> list[int]:
-    """Return, for each corpus, the number of samples for which its sample index is built.
+    """Return, for each corpus, the number of samples that its sample index must provide.
 
     This number is 0.5% larger than `num_samples` times the weight of the corpus, as in GPT-NeoX.
 
@@ -142,7 +142,8 @@ def _lockstep(
     """Choose corpora for `length` samples in each of B segments, all segments in parallel.
 
     Args:
-        counts_BD: How often each of D corpora was chosen before these samples. Updated in place.
+        counts_BD: For each segment, how often each of D corpora was chosen before the segment's
+            first sample. Updated in place.
         step_B: The index of the first sample in each segment.
 
     Returns:

@@ -44,8 +44,8 @@ class SampleIndex:
 
     Attributes:
         doc_idx: [epochs * documents], the shuffled document numbers.
-        sample_idx: [samples + 1, 2], where each piece starts: (place in doc_idx, offset in that
-            document).
+        sample_idx: [samples + 1, 2]. Row i says where piece i starts: the place of its first
+            document in doc_idx, and the offset of its first token in this document.
         shuffle_idx: [samples], the number of the piece that is sample i.
     """
 

@@ -89,10 +89,10 @@ class Task(ABC):
         return TaskTokenizer(self.words)
 
     def require(self, length: int) -> None:
-        """Refuse a length that the task does not have.
+        """Check that the task can make examples of this length.
 
         Raises:
-            TaskError: The options do not allow this length.
+            TaskError: The task's options do not allow this length.
         """
         if self.longest is not None and length > self.longest:
             raise TaskError(

@@ -124,8 +124,8 @@ class Tokenizer(ABC):
         The number is 0 for the end-of-document token.
 
         Args:
-            ids: Consecutive tokens, [..., n]. The first token is counted as one in the middle of a
-                document.
+            ids: Consecutive tokens, [..., n]. The bytes of the first token are counted as if it
+                were in the middle of a document.
 
         Raises:
             TokenizerError: An id is outside the vocabulary.

@@ -105,7 +105,9 @@ class Saver:
         self._warn_if_slow(seconds)
 
     def check(self) -> None:
-        """If the thread has completed a save since the last call, print how long the save took.
+        """Print how long the last save took, if the saver's thread has completed it.
+
+        If the thread is still writing, or if the time was printed before, do nothing.
 
         Raises:
             CheckpointError: The thread could not write the checkpoint.
@@ -118,7 +120,7 @@ class Saver:
         return self._writing is not None and not self._writing[1].done()
 
     def wait(self) -> None:
-        """Wait until the thread has completed the current save, if there is one.
+        """Wait until the saver's thread has completed the current save, if there is one.
 
         Raises:
             CheckpointError: The checkpoint could not be written.
@@ -138,7 +140,10 @@ class Saver:
             )
 
     def _collected(self, saved: Saved) -> Files:
-        """Return (state, path) of each file that DeepSpeed would write. The state is not copied."""
+        """Return (state, path) of each file that DeepSpeed would write for the checkpoint `saved`.
+
+        The state is not copied.
+        """
         files: Any = Collector()
         self._engine.checkpoint_engine = files
         try:

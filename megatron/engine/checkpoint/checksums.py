@@ -36,7 +36,7 @@ def sealed(record: dict[str, Any]) -> str:
 
 
 def write_record(folder: Path, record: Mapping[str, Any], files: Mapping[str, list[int]]) -> None:
-    """Write `kerple.json` into a checkpoint's folder, after all its other files.
+    """Write the last file of a checkpoint, `kerple.json`, into the checkpoint's folder.
 
     Args:
         record: The entries of the checkpoint's `Record` that describe the run.

@@ -143,15 +143,14 @@ def _write_layers(
 
     XX is the position in GPT-NeoX's pipeline, and YY is the tensor-parallel rank.
 
-    Each tensor is split into as many shards as there are ranks. For some imported tensors, a split
-    would not give the original shards, for example because replicated shards differed slightly. If
-    the new checkpoint has as many ranks as the imported one, the original shards of these tensors
-    are written instead.
+    Each tensor is split into as many shards as the new checkpoint has ranks. Tensors that have that
+    many shards in `imported_shards` are not split. These shards are written instead.
 
     Args:
         placed: Maps (position in GPT-NeoX's pipeline, GPT-NeoX's name) to the unsharded tensor.
-        imported_shards: Maps "position.name" to the original shards of a tensor. Only the tensors
-            whose split would give other shards have an entry.
+        imported_shards: Maps "position.name" to the shards of a tensor in the imported checkpoint.
+            A tensor has an entry only if a split would give other shards, for example because
+            replicated shards differed slightly.
     """
     dtype = placed[0, "word_embeddings.weight"].dtype
     files: dict[str, dict[str, Tensor]] = defaultdict(dict)
@@ -192,7 +191,10 @@ def _config_of(record: Record) -> Config:
 
 
 def _needs_head(block: BlockShape, activation: str) -> bool:
-    """Return whether a block uses options of gpt-neox since 2024 that the KERPLE code lacks."""
+    """Return whether a block needs gpt-neox of 2024 or later.
+
+    It does if it uses an option that the released KERPLE code lacks.
+    """
     plain = BlockShape(block.hidden_size, block.num_heads, activation=activation)
     options = ("attention_bias", "mlp_bias", "group", "qk_norm", "mlp_size")
     changed = any(getattr(block, name) != getattr(plain, name) for name in options)

@@ -32,9 +32,10 @@ Weights = dict[str, Tensor]
 
 
 def describe(model: nn.Module, groups: Groups) -> dict[str, Any]:
-    """Return the fields `shapes`, `cuts` and `layers` of the `RunDescription` for `model`.
+    """Return the part of a checkpoint's `RunDescription` that describes the weights of `model`.
 
-    Every rank must call this function with its own tensor-parallel shard of the model.
+    The result has the fields `shapes`, `cuts` and `layers`. Every rank must call this function with
+    its own tensor-parallel shard of the model.
     """
     cuts = {name: [cut.dim, cut.blocks] for name, cut in shardings_of(model).items()}
     return {

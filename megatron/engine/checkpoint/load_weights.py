@@ -100,10 +100,11 @@ def _read(
 
 
 def _merged_for_another_residual(saved: Saved, gpt_j_residual: bool) -> list[str]:
-    """Return a list with an error line if `saved` was imported with another `gpt_j_residual`.
+    """Check that the import of the checkpoint `saved` used this value of `gpt_j_residual`.
 
-    Otherwise the list is empty. The value matters because with `gpt_j_residual` (parallel attention
-    and MLP) the import sums the tensor-parallel shards of some biases.
+    Return a list with one error line if it did not, otherwise an empty list. The value matters
+    because with `gpt_j_residual` (parallel attention and MLP) the import sums the tensor-parallel
+    shards of some biases.
     """
     if saved.kind is not Kind.IMPORTED or saved.record.imported is None:
         return []

@@ -94,8 +94,8 @@ class Saved:
     def counters(self) -> tuple[int, dict[str, Any] | None]:
         """The number of optimizer steps taken, and the recorded learning-rate schedule or None.
 
-        Only published (GPT-NeoX) checkpoints and imports of them record a schedule. The schedule
-        is None for other checkpoints and for incomplete records.
+        Only published (GPT-NeoX) checkpoints and imports of them record a schedule. For other
+        checkpoints, and if the recorded schedule is incomplete, the second value is None.
         """
         if self.kind is Kind.PUBLISHED:
             return counters(self.path)

@@ -58,7 +58,11 @@ def parsed(content: str) -> Holder | None:
 
 
 def who(content: str) -> str:
-    """Return a text for messages that names the holder of a lease."""
+    """Return a text that names a lease's holder, for messages.
+
+    Args:
+        content: The content of the lease.
+    """
     holder = parsed(content)
     if holder is None:
         return "an unknown process"
@@ -83,7 +87,10 @@ def is_alive(content: str) -> bool | None:
 
 
 def _machine() -> str | None:
-    """Return an id of this container and its machine's boot; None if there is no `/proc`."""
+    """Return a text that identifies this container and the last boot of its machine.
+
+    The result is None if there is no `/proc`.
+    """
     try:
         boot = (PROC / "sys/kernel/random/boot_id").read_text().strip()
         return f"{socket.gethostname()} {boot} {os.readlink(PROC / 'self/ns/pid')}"

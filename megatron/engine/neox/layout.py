@@ -71,9 +71,10 @@ def file_name(index: int, rank: int) -> str:
 
 
 def positions(num_layers: int, tied: bool) -> list[int]:
-    """Return the pipeline positions that have a file, for a model of `num_layers` blocks.
+    """Return the positions in GPT-NeoX's pipeline whose tensors are stored in checkpoint files.
 
     Args:
+        num_layers: The number of transformer blocks.
         tied: Whether the output projection shares the embedding's weight.
     """
     return [0, *range(2, num_layers + 2), num_layers + 3, *([] if tied else [num_layers + 4])]
@@ -236,8 +237,8 @@ def theta_from_columns(columns: dict[str, Tensor]) -> tuple[Tensor, list[str]]:
     This function is the inverse of `theta_columns`.
 
     Args:
-        columns: The tensors of the distance kernel in one transformer block, by GPT-NeoX's names.
-            The tensors hold all heads.
+        columns: A dict from GPT-NeoX's name to tensor. It has the distance kernel's tensors of one
+            transformer block, which hold all heads.
     """
     if RPE + TABLE in columns:
         return columns[RPE + TABLE].T.contiguous(), [TABLE]

@@ -17,8 +17,8 @@ class Counting:
     """The rules that say which targets count in the loss, and how their losses are averaged.
 
     Attributes:
-        uncounted_after: The id of a token. Targets that follow it are replaced by `UNCOUNTED`, so
-            that they do not count in the loss. None counts all targets.
+        uncounted_after: The id of a token. Targets directly after this token are replaced by
+            `UNCOUNTED`, so that they do not count in the loss. None counts all targets.
         per_token: Whether all targets that count in a step have the same weight. If false, all
             micro-batches have the same weight, as in GPT-NeoX.
     """

@@ -47,9 +47,10 @@ class Compilations:
         self._newest: Any = None
 
     def metrics(self) -> dict[str, int]:
-        """Return three numbers: all graphs, the graphs made after the first step, and the skips.
+        """Return the numbers of all graphs, of graphs made after the first step, and of skips.
 
-        A skip is a forward or backward pass that torch could not record in a CUDA graph.
+        A skip is a forward or backward pass that torch could not record in a CUDA graph. The result
+        is empty if the model is not compiled.
         """
         if not self._asked:
             return {}

@@ -119,8 +119,8 @@ class TrainingLoop:
             BadLossError: The loss, the gradient or a weight is not finite, or the loss is a spike,
                 and the run does not skip such steps. No checkpoint is written then.
             DivergedError: Too many steps in a row were skipped.
-            Leave: The checkpoint was saved before the validation of its step, and the job must end
-                before the resumed run has completed this validation.
+            Leave: The run resumed from a checkpoint that was saved before the validation of its
+                step. The job must end before this validation is complete.
         """
         training = self.config.training
         self.engine.train()

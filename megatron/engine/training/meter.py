@@ -14,7 +14,7 @@ from megatron.parallel.groups import Groups
 
 
 class Meter:
-    """The sum of the losses, and the time, of the steps since the last log line.
+    """Sums the losses and the times of the training steps since the last log line.
 
     Attributes:
         steps: The number of steps whose losses are in the sum. Skipped steps do not count.
@@ -59,11 +59,10 @@ class Meter:
         return total.item() / (self.groups.data_size * self.steps) if self.steps else float("nan")
 
     def state(self) -> dict[str, Any]:
-        """Return the number of counted steps and each data-parallel rank's sum of their losses.
+        """Return the number of counted steps, and each data-parallel rank's sum of losses.
 
         From these JSON values, a resumed run computes the same mean as an uninterrupted run, bit
-        for bit.
-        Every rank must call this method.
+        for bit. Every rank must call this method.
         """
         if not self.steps:
             return {}

@@ -79,8 +79,9 @@ def loss_of_batches(
 ) -> float:
     """Return the mean loss over the next `count` micro-batches of every data-parallel rank.
 
-    If `counting.per_token` is true, all targets that count have the same weight, otherwise all
-    micro-batches. Every rank must call this function, and every rank gets the same result.
+    If `counting.per_token` is true, all targets that count have the same weight in the mean.
+    Otherwise, all micro-batches have the same weight. Every rank must call this function, and every
+    rank gets the same result.
 
     Args:
         batches: This rank's micro-batches of B sequences with T targets, int64 [B, T + 1].

@@ -41,7 +41,10 @@ class StepProfiler(Hook):
             self._records = False
 
     def before_step(self, number: int) -> None:
-        """Begin the profile before its first step, and end it after its last step."""
+        """Begin the profile before the first profiled step, and end it after the last one.
+
+        Call this method before each step.
+        """
         self._step = number
         if self._step == self._first:
             self._begin()

@@ -94,7 +94,7 @@ def keys_per_query(config: Config, corpora: Corpora = ()) -> float:
 
 
 def _pieces(documents: np.ndarray, length: int) -> np.ndarray:
-    """Return the lengths of the parts into which documents are cut by sequences of one length.
+    """Return the lengths of the pieces into which documents are cut by the ends of sequences.
 
     The documents follow each other, and each sequence takes the next `length` tokens.
 

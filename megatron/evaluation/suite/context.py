@@ -68,11 +68,12 @@ def far_swap(subject: Subject, sample: Sample, full_nT: np.ndarray) -> Measure:
 
 
 def receptive_field(subject: Subject, sample: Sample, full_nT: np.ndarray) -> Measure:
-    """Measure the loss of the last tokens as a function of c, the number of tokens before them.
+    """Measure the loss of the last tokens for several context lengths c.
 
-    For each c, the model reads no text before these c tokens, so no layer can use it. Up to c // 4
-    neighbouring tokens are scored in one sequence, so each has at least c and fewer than 1.25 c
-    tokens before it.
+    For each c, short sequences are cut out of the text. Each consists of c tokens of context, and
+    of up to c / 4 tokens to score (at least one). A scored token therefore has at least c and fewer
+    than 1.25 c tokens before it. No layer can use earlier text, because the short sequence does not
+    contain it. Only the last row of the result is measured on whole sequences (`full_nT`).
     """
     losses: dict[int, np.ndarray] = {}
     context, full = 1, full_nT[:, -sample.tail :]

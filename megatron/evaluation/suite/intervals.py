@@ -36,7 +36,7 @@ class Estimate:
 
     @property
     def excludes_zero(self) -> bool:
-        """Whether the interval excludes 0, and the value is too large for a rounding error."""
+        """Whether the interval excludes 0, and the mean is too large to be a rounding error."""
         return (self.low > 0 or self.high < 0) and abs(self.value) >= ROUNDING
 
     @property

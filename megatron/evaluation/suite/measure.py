@@ -100,7 +100,7 @@ class Sample:
         return list(zip(starts, [*starts[1:], self.longest + 1], strict=True))
 
     def random(self, rng: np.random.Generator, shape: tuple[int, int]) -> np.ndarray:
-        """Return an array of random tokens. All tokens that the text has are equally likely."""
+        """Return an array of random tokens. All tokens of the text are equally likely."""
         return rng.choice(np.unique(self.sequences_nT), shape)
 
 
@@ -163,7 +163,8 @@ class Subject:
         loss_fn: The function that returns the loss of each target. If it is None, `model` is
             called instead.
         tick: A function that gets the number of tokens of each finished batch.
-        name: The model's name in the report's sentence about who chose the key tokens.
+        name: A text that names the model. The report uses it to say which model chose the key
+            tokens.
     """
 
     model: torch.nn.Module

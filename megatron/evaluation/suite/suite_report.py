@@ -22,7 +22,8 @@ class Report:
 
     Attributes:
         title: A text that names the model.
-        about: How the model was measured: columns that each CSV file has, from `measured_with`.
+        about: A dict from column name to value, the result of `measured_with`. Each CSV file has
+            these columns. They say how the model was measured.
         facts: Lines for the head of the page, about the model and the text that were measured.
         verdict: Sentences about all measures together. The first says how much context is used.
     """
