@@ -39,7 +39,10 @@ def _positional_names() -> list[str]:
     """
     folder = Path(__file__).resolve().parents[1] / "positional"
     names = {path.stem for path in folder.glob("[!_]*.py")}
-    return sorted(names - {"base", "combination", "hidden_layer", "theta_bounds"})
+    return sorted(
+        names
+        - {"base", "combination", "fixed_value", "hidden_layer", "theta_bounds", "theta_parameter"}
+    )
 
 
 POSITIONAL_NAMES = tuple(_positional_names())

@@ -13,9 +13,10 @@ from pathlib import Path
 from typing import Any
 
 from megatron.numerics import WIDE, Numerics
-from megatron.positional.base import PositionalEmbedding, PositionalError, ThetaParameter
+from megatron.positional.base import PositionalEmbedding, PositionalError
 from megatron.positional.combination import Combination, PerLayer
 from megatron.positional.theta_bounds import bounds, within_bounds
+from megatron.positional.theta_parameter import ThetaParameter
 from megatron.suggest import did_you_mean
 
 __all__ = [
@@ -31,7 +32,7 @@ __all__ = [
 ]
 
 
-OTHERS = {"base", "combination", "hidden_layer", "theta_bounds"}
+OTHERS = {"base", "combination", "fixed_value", "hidden_layer", "theta_bounds", "theta_parameter"}
 """The files of this package that define no embedding."""
 
 
@@ -79,8 +80,8 @@ def load(name: str, *, numerics: Numerics = WIDE, **options: Any) -> PositionalE
         raise PositionalError(
             f"{module.__file__} must define exactly one PositionalEmbedding, it has {len(found)}"
         )
-    parameters = inspect.signature(found[0]).parameters
-    known = [p for p in parameters if p != "numerics"]
+    parameters = inspect.signature(found[0].__init__).parameters
+    known = [p for p in parameters if p not in ("self", "numerics")]
     unknown = sorted(set(options) - set(known))
     if unknown:
         has = f"its options are {', '.join(known)}" if known else "it has no options"

@@ -10,7 +10,7 @@ faster, relative to their size, than large ones.
 from __future__ import annotations
 
 from megatron.positional.alibi import Alibi
-from megatron.positional.base import ThetaParameter
+from megatron.positional.theta_parameter import ThetaParameter
 
 
 class AlibiLearned(Alibi):

@@ -27,15 +27,14 @@ Legend: H heads, N columns of theta, `d` a tensor of any shape that holds distan
 
 from __future__ import annotations
 
-import copy
-from dataclasses import dataclass
-from types import NoneType
-from typing import Any, ClassVar, Literal, cast
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
 
 from megatron.numerics import WIDE, Numerics
+from megatron.positional.fixed_value import FixedValue
+from megatron.positional.theta_parameter import ThetaParameter
 
 Kind = Literal["distance", "temperature", "gate", "sink", "rotary", "input", "none"]
 
@@ -51,52 +50,8 @@ class PositionalError(ValueError):
     """An embedding or an option is unknown or invalid. The error message lists the known ones."""
 
 
-@dataclass(frozen=True)
-class ThetaParameter:
-    """One column of theta: a parameter of an embedding, with one number per head.
-
-    Attributes:
-        name: The column's name in checkpoints of the released KERPLE code (`bias_p`, `wei_a`, ...).
-        low, high: The smallest and the largest allowed value, or infinite for no bound. Theta is
-            clamped to these bounds after each optimizer step.
-        scale: Initial values are drawn as `scale * U(0, 1)` and clamped to the bounds.
-        trained: Whether training changes the column.
-        shared: Whether all heads have the same number. The model then stores and logs it once.
-    """
-
-    name: str
-    low: float = -torch.inf
-    high: float = torch.inf
-    scale: float = 1.0
-    trained: bool = True
-    shared: bool = False
-
-
-def factor(name: str) -> ThetaParameter:
-    """Return a column of theta: a coefficient >= 0.01 with initial values from U(0, 1)."""
-    return ThetaParameter(name, low=0.01)
-
-
-def power(name: str) -> ThetaParameter:
-    """Return a column of theta: an exponent in [0.01, 2] with initial values from 2 U(0, 1)."""
-    return ThetaParameter(name, low=0.01, high=2.0, scale=2.0)
-
-
-class _Fixed(type):
-    """Metaclass of embeddings: the attributes of an embedding are fixed after its construction."""
-
-    def __call__(cls, *args: Any, **kwargs: Any) -> Any:
-        made = super().__call__(*args, **kwargs)
-        made.__dict__["_is_fixed"] = True
-        return made
-
-
-class PositionalEmbedding(metaclass=_Fixed):
+class PositionalEmbedding(FixedValue):
     """Base class of all embeddings. A subclass overrides only the methods that its kind uses.
-
-    Two embeddings of one class are equal if their attributes are equal numbers, texts or tuples of
-    such. What a backend has compiled for one of them serves the other, so an embedding may be made
-    anew for each call. Therefore the attributes of an embedding cannot be changed.
 
     If a subclass sets no `kind`, the method that it overrides decides: `bias` or `weight` means
     `distance`, and so on (`KIND_OF`).
@@ -127,27 +82,6 @@ class PositionalEmbedding(metaclass=_Fixed):
         overridden = [kind for method, kind in KIND_OF.items() if method in vars(cls)]
         if cls.kind == "none" and "kind" not in vars(cls) and overridden:
             cls.kind = overridden[0]
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        if "_is_fixed" in self.__dict__:
-            raise AttributeError(
-                f"{name} of {self.name} cannot change after construction, because compiled kernels "
-                "would keep the old formula; make a new embedding"
-            )
-        super().__setattr__(name, value)
-
-    def __eq__(self, other: object) -> bool:
-        if self is other or type(self) is not type(other):
-            return self is other
-        return self._identity() == cast(PositionalEmbedding, other)._identity()
-
-    def __hash__(self) -> int:
-        return hash((type(self), self._identity()))
-
-    def _identity(self) -> Any:
-        """Return the attributes as a hashable value; if one is no plain value, this object's id."""
-        values = tuple(sorted(self.__dict__.items()))
-        return values if all(_is_plain(value) for _, value in values) else id(self)
 
     @property
     def terms(self) -> tuple[PositionalEmbedding, ...]:
@@ -197,9 +131,7 @@ class PositionalEmbedding(metaclass=_Fixed):
         """
         if not self.has_distances:
             raise PositionalError(f"{self.name} depends on no distance that could be scaled")
-        other = copy.copy(self)
-        other.__dict__["distance_scale"] = distance_scale
-        return other
+        return self.changed(distance_scale=distance_scale)
 
     def initial_theta(self, num_heads: int, generator: torch.Generator | None = None) -> Tensor:
         """Return the initial parameters theta [num_heads, columns] of all heads, in fp32.
@@ -348,14 +280,6 @@ class PositionalEmbedding(metaclass=_Fixed):
         d = d.to(theta_HN.dtype)
         d = d if self.distance_scale == 1.0 else self.distance_scale * d
         return d, *(column.view(shape) for column in theta_HN.unbind(1))
-
-
-def _is_plain(value: Any) -> bool:
-    """Return whether equal values of this type always mean the same to a formula."""
-    if isinstance(value, tuple):
-        return all(map(_is_plain, value))
-    plain = (bool, int, float, str, NoneType, Numerics, ThetaParameter)
-    return isinstance(value, plain)
 
 
 NOTHING = PositionalEmbedding()

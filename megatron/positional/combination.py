@@ -28,6 +28,8 @@ class Combination(PositionalEmbedding):
             `distance`.
     """
 
+    kind = "none"  # the terms have kinds
+
     def __init__(self, terms: Sequence[PositionalEmbedding]):
         super().__init__(terms[0].numerics)
         names = [term.name for term in terms]
@@ -49,7 +51,7 @@ class Combination(PositionalEmbedding):
         self._kernel = self._part("distance")
         self._tempered_kernel = self._part("distance", "temperature")
 
-    def _identity(self) -> tuple[PositionalEmbedding, ...]:
+    def identity(self) -> tuple[PositionalEmbedding, ...]:
         return self._terms
 
     @property
@@ -67,29 +69,30 @@ class Combination(PositionalEmbedding):
         return torch.cat([term.initial_theta(num_heads, generator) for term in self._terms], dim=1)
 
     def bias(self, theta_HN: Tensor, d: Tensor, i: Tensor | None = None) -> Tensor | None:
-        parts = self._with_theta(theta_HN).items()
+        parts = self._with_theta(theta_HN)
         if i is None:
             return _joined((term.bias(own_HN, d) for term, own_HN in parts), torch.add)
         return _joined((term.bias_at(own_HN, d, i) for term, own_HN in parts), torch.add)
 
     def weight(self, theta_HN: Tensor, d: Tensor) -> Tensor | None:
-        values = (term.weight(own_HN, d) for term, own_HN in self._with_theta(theta_HN).items())
+        values = (term.weight(own_HN, d) for term, own_HN in self._with_theta(theta_HN))
         return _joined(values, torch.mul)
 
     def weight_at(self, theta_HN: Tensor, d: Tensor, i: Tensor) -> Tensor | None:
-        parts = self._with_theta(theta_HN).items()
+        parts = self._with_theta(theta_HN)
         return _joined((term.weight_at(own_HN, d, i) for term, own_HN in parts), torch.mul)
 
     def temperature(self, theta_HN: Tensor, position: Tensor) -> Tensor:
-        term = self._only("temperature")
-        return term.temperature(self._with_theta(theta_HN)[term], position)
+        term, own_HN = self._only("temperature", theta_HN)
+        return term.temperature(own_HN, position)
 
     def decay(self, gate_BHT: Tensor) -> Tensor:
-        return self._only("gate").decay(gate_BHT)
+        (gate,) = (term for term in self._terms if term.kind == "gate")
+        return gate.decay(gate_BHT)
 
     def sink(self, theta_HN: Tensor) -> Tensor:
-        term = self._only("sink")
-        return term.sink(self._with_theta(theta_HN)[term])
+        term, own_HN = self._only("sink", theta_HN)
+        return term.sink(own_HN)
 
     def turn(
         self, x_BHTE: Tensor, positions_BT: Tensor, rotary_ndims: int | None, base: float
@@ -99,7 +102,8 @@ class Combination(PositionalEmbedding):
         return x_BHTE
 
     def table(self, positions: Tensor, dim: int, dtype: torch.dtype = torch.float32) -> Tensor:
-        return self._only("input").table(positions, dim, dtype)
+        (term,) = (term for term in self._terms if term.kind == "input")
+        return term.table(positions, dim, dtype)
 
     def _part(self, *kinds: Kind) -> tuple[PositionalEmbedding, list[int]]:
         """Combine the terms of these kinds.
@@ -126,14 +130,14 @@ class Combination(PositionalEmbedding):
             return self, theta_HN
         return kernel, theta_HN[:, columns] if theta_HN is not None and columns else None
 
-    def _with_theta(self, theta_HN: Tensor) -> dict[PositionalEmbedding, Tensor]:
-        """Return a dict from each term to its columns of theta."""
+    def _with_theta(self, theta_HN: Tensor) -> Iterable[tuple[PositionalEmbedding, Tensor]]:
+        """Return pairs of a term and its columns of theta."""
         sizes = [len(term.parameters) for term in self._terms]
-        return dict(zip(self._terms, theta_HN.split(sizes, dim=1), strict=True))
+        return zip(self._terms, theta_HN.split(sizes, dim=1), strict=True)
 
-    def _only(self, kind: Kind) -> PositionalEmbedding:
-        """Return the only term of this kind."""
-        (found,) = (term for term in self._terms if term.kind == kind)
+    def _only(self, kind: Kind, theta_HN: Tensor) -> tuple[PositionalEmbedding, Tensor]:
+        """Return the only term of this kind, and its columns of theta."""
+        (found,) = (pair for pair in self._with_theta(theta_HN) if pair[0].kind == kind)
         return found
 
 
@@ -174,6 +178,8 @@ class PerLayer(PositionalEmbedding):
         PositionalError: Layers differ, and one has an `input` embedding. Such an embedding acts on
             the input of the model, not on one layer.
     """
+
+    kind = "none"
 
     def __init__(self, layers: Sequence[PositionalEmbedding], *, own_theta: bool):
         super().__init__(layers[0].numerics)

@@ -16,8 +16,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron.numerics import WIDE, Numerics
-from megatron.positional.base import PositionalEmbedding, PositionalError, ThetaParameter
+from megatron.positional.base import PositionalEmbedding, PositionalError
 from megatron.positional.hidden_layer import hidden_layer
+from megatron.positional.theta_parameter import ThetaParameter
 
 
 class Fire(PositionalEmbedding):

@@ -10,7 +10,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from megatron.positional.base import PositionalEmbedding, factor
+from megatron.positional.base import PositionalEmbedding
+from megatron.positional.theta_parameter import factor
 
 
 class GaussianMul(PositionalEmbedding):

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from megatron.positional.base import PositionalEmbedding, ThetaParameter, factor
+from megatron.positional.base import PositionalEmbedding
+from megatron.positional.theta_parameter import ThetaParameter, factor
 
 
 class KerpleLog(PositionalEmbedding):

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from megatron.positional.base import PositionalEmbedding, factor, power
+from megatron.positional.base import PositionalEmbedding
+from megatron.positional.theta_parameter import factor, power
 
 
 class KerplePower(PositionalEmbedding):

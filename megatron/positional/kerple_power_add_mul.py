@@ -11,7 +11,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from megatron.positional.base import PositionalEmbedding, factor, power
+from megatron.positional.base import PositionalEmbedding
+from megatron.positional.theta_parameter import factor, power
 
 
 class KerplePowerAddMul(PositionalEmbedding):

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from megatron.positional.alibi import Alibi
-from megatron.positional.base import ThetaParameter
+from megatron.positional.theta_parameter import ThetaParameter
 
 
 class KerplePowerOriginal(Alibi):

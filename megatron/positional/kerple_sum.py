@@ -13,13 +13,8 @@ from functools import reduce
 from torch import Tensor
 
 from megatron.numerics import WIDE, Numerics
-from megatron.positional.base import (
-    PositionalEmbedding,
-    PositionalError,
-    ThetaParameter,
-    factor,
-    power,
-)
+from megatron.positional.base import PositionalEmbedding, PositionalError
+from megatron.positional.theta_parameter import ThetaParameter, factor, power
 
 
 class KerpleSum(PositionalEmbedding):

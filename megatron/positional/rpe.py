@@ -18,7 +18,8 @@ import torch
 from torch import Tensor
 
 from megatron.numerics import WIDE, Numerics
-from megatron.positional.base import PositionalEmbedding, PositionalError, ThetaParameter
+from megatron.positional.base import PositionalEmbedding, PositionalError
+from megatron.positional.theta_parameter import ThetaParameter
 
 
 class Rpe(PositionalEmbedding):

@@ -9,7 +9,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from megatron.positional.base import PositionalEmbedding, ThetaParameter
+from megatron.positional.base import PositionalEmbedding
+from megatron.positional.theta_parameter import ThetaParameter
 
 
 class Sink(PositionalEmbedding):

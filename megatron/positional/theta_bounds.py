@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from megatron.positional.base import ThetaParameter
+from megatron.positional.theta_parameter import ThetaParameter
 
 
 def bounds(parameters: Sequence[ThetaParameter]) -> tuple[Tensor, Tensor]:

@@ -1,0 +1,72 @@
+"""Define objects that are compared by their values, because caches use them as keys.
+
+A backend compiles an embedding's formula once. What it has compiled serves every equal embedding,
+so a program may make its embedding anew for each call. Therefore embeddings cannot be changed.
+"""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import is_dataclass
+from types import NoneType
+from typing import Any, Self
+
+
+class _Fixed(type):
+    """Metaclass of classes whose objects cannot be changed after their construction."""
+
+    def __call__(cls, *args: Any, **kwargs: Any) -> Any:
+        made = super().__call__(*args, **kwargs)
+        made.fix()
+        return made
+
+
+class FixedValue(metaclass=_Fixed):
+    """Base class of objects that are equal if their class and their attributes are equal.
+
+    An object with an attribute that is not a number, a text, a frozen dataclass, a `FixedValue` or
+    a tuple of such is equal only to itself.
+    """
+
+    def changed(self, **attributes: Any) -> Self:
+        """Return a copy of this object with other values of these attributes."""
+        made = copy.copy(self)
+        made.__dict__.update(attributes)
+        made.fix()
+        return made
+
+    def fix(self) -> None:
+        """Compute what `==` compares. From then on, no attribute can be set."""
+        fields = self.__dict__
+        fields.pop("_key", None)
+        fields.pop("_hash", None)
+        fields["_key"] = self.identity()
+        fields["_hash"] = hash((type(self), fields["_key"]))
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if "_key" in self.__dict__:
+            raise AttributeError(
+                f"{name} of {type(self).__name__} cannot change after construction, because "
+                "compiled kernels would keep the old formula; make a new embedding"
+            )
+        super().__setattr__(name, value)
+
+    def __eq__(self, other: object) -> bool:
+        if self is other or type(self) is not type(other):
+            return self is other
+        return self.__dict__["_key"] == other.__dict__["_key"]
+
+    def __hash__(self) -> int:
+        return self.__dict__["_hash"]
+
+    def identity(self) -> Any:
+        """Return what decides whether two objects of the class are equal, as a hashable value."""
+        values = tuple(sorted(self.__dict__.items()))
+        return values if all(_is_plain(value) for _, value in values) else id(self)
+
+
+def _is_plain(value: Any) -> bool:
+    if isinstance(value, tuple):
+        return all(map(_is_plain, value))
+    frozen = is_dataclass(value) and value.__hash__ is not None
+    return frozen or isinstance(value, (bool, int, float, str, NoneType, FixedValue))

@@ -1,0 +1,38 @@
+"""Describe one column of theta, the parameters of an embedding."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True)
+class ThetaParameter:
+    """One column of theta: a parameter of an embedding, with one number per head.
+
+    Attributes:
+        name: The column's name in checkpoints of the released KERPLE code (`bias_p`, `wei_a`, ...).
+        low, high: The smallest and the largest allowed value, or infinite for no bound. Theta is
+            clamped to these bounds after each optimizer step.
+        scale: Initial values are drawn as `scale * U(0, 1)` and clamped to the bounds.
+        trained: Whether training changes the column.
+        shared: Whether all heads have the same number. The model then stores and logs it once.
+    """
+
+    name: str
+    low: float = -torch.inf
+    high: float = torch.inf
+    scale: float = 1.0
+    trained: bool = True
+    shared: bool = False
+
+
+def factor(name: str) -> ThetaParameter:
+    """Return a column of theta: a coefficient >= 0.01 with initial values from U(0, 1)."""
+    return ThetaParameter(name, low=0.01)
+
+
+def power(name: str) -> ThetaParameter:
+    """Return a column of theta: an exponent in [0.01, 2] with initial values from 2 U(0, 1)."""
+    return ThetaParameter(name, low=0.01, high=2.0, scale=2.0)
