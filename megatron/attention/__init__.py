@@ -6,7 +6,9 @@ have the same signature. `eager` is the specification, and every other backend i
 `cache_launches` makes the calls of the fused backend shorter for the host.
 """
 
-from megatron.attention.choice import AttentionError, AttentionFn, attend, choose
+from megatron.attention.call import starts_from_ids
+from megatron.attention.choice import AttentionError, AttentionFn, choose
+from megatron.attention.direct_call import attend
 from megatron.attention.fused import cache_launches
 
-__all__ = ["AttentionError", "AttentionFn", "attend", "cache_launches", "choose"]
+__all__ = ["AttentionError", "AttentionFn", "attend", "cache_launches", "choose", "starts_from_ids"]

@@ -141,7 +141,7 @@ def check(call: Call) -> None:
     Raises:
         AttentionError: Shapes, dtypes or devices do not fit together, or a number is out of range.
     """
-    _check_qkv(call.q_BHTE, call.k_BKSE, call.v_BKSE)
+    check_qkv(call.q_BHTE, call.k_BKSE, call.v_BKSE)
     q_BHTE, k_BKSE, v_BKSE, theta_HN = call.q_BHTE, call.k_BKSE, call.v_BKSE, call.theta_HN
     batch, heads, queries, _ = q_BHTE.shape
     keys = k_BKSE.shape[2]
@@ -185,12 +185,12 @@ def check(call: Call) -> None:
             raise AttentionError(f"{call.pos.name} needs theta {list(expected)}, got {got}")
 
 
-def _check_qkv(q_BHTE: Tensor, k_BKSE: Tensor, v_BKSE: Tensor) -> None:
+def check_qkv(q_BHTE: Tensor, k_BKSE: Tensor, v_BKSE: Tensor) -> None:
     """Raise `AttentionError` if the shapes or dtypes of q, k and v do not fit together."""
-    if any(x.dim() != 4 for x in (q_BHTE, k_BKSE, v_BKSE)) or 0 in q_BHTE.shape:
+    if any(x.dim() != 4 for x in (q_BHTE, k_BKSE, v_BKSE)) or 0 in q_BHTE.shape[1:]:
         raise AttentionError(
             f"q {list(q_BHTE.shape)}, k {list(k_BKSE.shape)} and v {list(v_BKSE.shape)} must be "
-            "[batch, heads, positions, head size], each at least 1"
+            "[batch, heads, positions, head size], and only the batch may be 0"
         )
     if not q_BHTE.is_floating_point():
         raise AttentionError(f"q, k and v must be floating-point numbers, not {q_BHTE.dtype}")

@@ -171,6 +171,20 @@ def document_starts(ended_BS: Tensor) -> Tensor:
     Args:
         ended_BS: Whether each token is the last of its document.
     """
-    position_S = torch.arange(ended_BS.shape[1], device=ended_BS.device)
-    is_first_BS = F.pad(ended_BS[:, :-1], (1, 0))
+    return _starts(ended_BS[:, :-1])
+
+
+def starts_from_ids(ids_BS: Tensor) -> Tensor:
+    """Return, for each token, the position of its document's first token, int64 [B, S].
+
+    Args:
+        ids_BS: A number for each token. Neighbours with equal numbers belong to one document.
+    """
+    return _starts(ids_BS[:, 1:] != ids_BS[:, :-1])
+
+
+def _starts(changes_BR: Tensor) -> Tensor:
+    """Return the starts of documents, if entry i says whether one begins at token i + 1."""
+    is_first_BS = F.pad(changes_BR, (1, 0))
+    position_S = torch.arange(is_first_BS.shape[1], device=is_first_BS.device)
     return torch.where(is_first_BS, position_S, 0).cummax(1).values

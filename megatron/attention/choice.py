@@ -118,7 +118,7 @@ class AttentionFn:
             positions_BT=positions_BT,
         )  # fmt: skip
         self._check_layout(call)
-        return _computed(self.backend, call)
+        return computed(self.backend, call)
 
     def _check_layout(self, call: Call) -> None:
         """Check a call, unless it has the same layout as the previous call.
@@ -134,7 +134,7 @@ class AttentionFn:
 
     def _check(self, call: Call) -> None:
         check(call)
-        self._check_request(**_conditions(call))
+        self._check_request(**conditions(call))
 
     @constant
     def _check_request(self, **conditions: Any) -> None:
@@ -213,31 +213,6 @@ def refused(backend: str, why: str, request: Request) -> AttentionError:
     )
 
 
-def attend(
-    q_BHTE: Tensor,
-    k_BKSE: Tensor,
-    v_BKSE: Tensor,
-    pos: PositionalEmbedding,
-    theta_HN: Tensor | None = None,
-    *,
-    scale: float,
-    backend: str = "auto",
-    **options: Any,
-) -> Tensor:
-    """Return the attention output, from a backend that is chosen for this call alone.
-
-    This function is meant for tests, tools and notebooks.
-
-    Args:
-        backend: The name of the backend, as in the config key `attention_backend`.
-        options: The other keyword arguments of `AttentionFn.__call__`.
-    """
-    call = Call(q_BHTE, k_BKSE, v_BKSE, pos, theta_HN, scale=scale, **options)
-    name = _name_of_choice(backend, pos, **_conditions(call))
-    check(call)
-    return _computed(named(name, pos), call)
-
-
 def _layout(call: Call) -> tuple:
     """Return the properties of `call` that `_check` looks at, such as shapes and dtypes."""
     tensors = (call.q_BHTE, call.k_BKSE, call.v_BKSE, call.theta_HN)
@@ -247,7 +222,7 @@ def _layout(call: Call) -> tuple:
     return *shapes, *numbers, call.pos, wants_gradients(call)
 
 
-def _conditions(call: Call) -> dict[str, Any]:
+def conditions(call: Call) -> dict[str, Any]:
     """Return the properties of the call by which a backend is chosen, as arguments of `choose`."""
     return {
         "device_type": call.q_BHTE.device.type,
@@ -261,13 +236,16 @@ def _conditions(call: Call) -> dict[str, Any]:
 
 
 @constant
-def _name_of_choice(backend: str, pos: PositionalEmbedding, **conditions: Any) -> str:
+def name_of_choice(backend: str, pos: PositionalEmbedding, **conditions: Any) -> str:
+    """Return the name of the backend that `choose` chooses; it takes the same arguments."""
     return choose(backend, pos, **conditions).name
 
 
-def _computed(backend: Backend, call: Call) -> Tensor:
+def computed(backend: Backend, call: Call) -> Tensor:
     """Return the attention output of a call that has been checked."""
     device = call.q_BHTE.device.type
+    if call.q_BHTE.shape[0] == 0:  # a kernel with nothing to do cannot be launched
+        backend = BACKENDS["eager"]
     with torch.autocast("cpu" if device == "meta" else device, enabled=False):
         tempered = call.pos.has("temperature") and backend.tempers(call.pos)
         return backend.function(lowered(call, grouped=backend.grouped, tempered=tempered))

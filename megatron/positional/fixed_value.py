@@ -43,6 +43,10 @@ class FixedValue(metaclass=_Fixed):
         fields["_key"] = self.identity()
         fields["_hash"] = hash((type(self), fields["_key"]))
 
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)  # of a copy or a pickle, perhaps from another process
+        self.fix()
+
     def __setattr__(self, name: str, value: Any) -> None:
         if "_key" in self.__dict__:
             raise AttributeError(

@@ -56,10 +56,9 @@ def test_blocked_has_the_values_and_gradients_of_eager(name, case, queries):
     for backend in ("eager", "blocked"):
         q, k, v = (x.requires_grad_() for x in inputs())
         theta = theta_of(pos)
-        out = attend(
-            q[:, :, T - queries :], k, v, pos, theta, scale=0.4, backend=backend,
-            query_offset=T - queries, **options,
-        )  # fmt: skip
+        chosen = choose(backend, pos, device_type="cpu", dtype=q.dtype, masked=True)
+        offset = T - queries
+        out = chosen(q[:, :, offset:], k, v, pos, theta, scale=0.4, query_offset=offset, **options)
         results.append([out, *torch.autograd.grad(out.square().sum(), (q, k, v, theta))])
     torch.testing.assert_close(*results, rtol=1e-11, atol=1e-12)
 
