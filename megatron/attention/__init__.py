@@ -3,12 +3,22 @@
 A distance kernel is a bias or a factor that depends only on the query-key distance. All backends
 have the same signature. `eager` is the specification, and every other backend is tested against
 `eager`. `choose` selects a backend once at start-up. `attend` selects a backend for a single call.
-`cache_launches` makes the calls of the fused backend shorter for the host.
+`score_mod_of` makes an embedding a function for torch's flex_attention. `cache_launches` makes the
+calls of the fused backend shorter for the host.
 """
 
 from megatron.attention.call import starts_from_ids
 from megatron.attention.choice import AttentionError, AttentionFn, choose
 from megatron.attention.direct_call import attend
+from megatron.attention.flex import score_mod_of
 from megatron.attention.fused import cache_launches
 
-__all__ = ["AttentionError", "AttentionFn", "attend", "cache_launches", "choose", "starts_from_ids"]
+__all__ = [
+    "AttentionError",
+    "AttentionFn",
+    "attend",
+    "cache_launches",
+    "choose",
+    "score_mod_of",
+    "starts_from_ids",
+]

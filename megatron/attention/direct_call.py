@@ -17,7 +17,7 @@ from torch import Tensor
 from megatron.attention.backend import AttentionError, check, check_qkv
 from megatron.attention.call import Call
 from megatron.attention.choice import computed, conditions, name_of_choice, named
-from megatron.attention.trace import PROBES, parts_of
+from megatron.attention.formulas.trace import PROBES, parts_of
 from megatron.positional import PositionalEmbedding
 
 DEBUG = "KERPLE_DEBUG"
@@ -58,15 +58,7 @@ def attend(
     Raises:
         AttentionError: The inputs do not fit together, or the backend does not serve them.
     """
-    if any(x.is_nested for x in (q_BHTE, k_BKSE, v_BKSE)):
-        raise AttentionError(
-            "q, k and v must not be nested tensors; pack the sequences one after another into one "
-            "row, and give starts_BS=starts_from_ids(...)"
-        )
-    device = q_BHTE.device.type
-    if len({x.dtype for x in (q_BHTE, k_BKSE, v_BKSE)}) > 1 and torch.is_autocast_enabled(device):
-        dtype = torch.get_autocast_dtype(device)
-        q_BHTE, k_BKSE, v_BKSE = (x.to(dtype) for x in (q_BHTE, k_BKSE, v_BKSE))
+    q_BHTE, k_BKSE, v_BKSE = _of_one_dtype(q_BHTE, k_BKSE, v_BKSE)
     size, value_size = q_BHTE.shape[-1], v_BKSE.shape[-1]
     if value_size < size:
         v_BKSE = F.pad(v_BKSE, (0, size - value_size))
@@ -84,10 +76,27 @@ def attend(
     )  # fmt: skip
     name = name_of_choice(backend, pos, **conditions(call))
     check(call)
-    if not torch.compiler.is_compiling() and device != "meta":
+    if not torch.compiler.is_compiling() and call.q_BHTE.device.type != "meta":
         _check_values(call)
     out_BHTE = computed(named(name, pos), call)
     return out_BHTE[..., :value_size] if value_size < size else out_BHTE
+
+
+def _of_one_dtype(*qkv: Tensor) -> tuple[Tensor, ...]:
+    """Return q, k and v. Under autocast, if they have different dtypes, cast them to autocast's.
+
+    Raises:
+        AttentionError: One is a nested tensor.
+    """
+    if any(x.is_nested for x in qkv):
+        raise AttentionError(
+            "q, k and v must not be nested tensors; pack the sequences one after another into one "
+            "row, and give starts_BS=starts_from_ids(...)"
+        )
+    device = qkv[0].device.type
+    if len({x.dtype for x in qkv}) > 1 and torch.is_autocast_enabled(device):
+        return tuple(x.to(torch.get_autocast_dtype(device)) for x in qkv)
+    return qkv
 
 
 def _only_alignment(queries: int, keys: int) -> int:

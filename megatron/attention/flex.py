@@ -31,7 +31,7 @@ from torch import Tensor
 
 from megatron.attention.backend import Backend, Request, weighted
 from megatron.attention.call import Call
-from megatron.attention.trace import Formula, Unreadable, read, torch_function
+from megatron.attention.formulas.trace import Formula, Unreadable, read, torch_function
 from megatron.positional import PositionalEmbedding
 
 ScoreMod = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
@@ -52,7 +52,7 @@ def flex(call: Call) -> Tensor:
         theta_HN = theta_HN.to(torch.promote_types(call.q_BHTE.dtype, torch.float32))
     offset, keys = call.query_offset, call.k_BKSE.shape[2]
     positions_BT = call.positions().expand(len(call.q_BHTE), -1) if call.has_kernel else None
-    score_mod = score_mod_of(call.pos, theta_HN, offset, keys, positions_BT)
+    score_mod = score_mod_of(call.pos, theta_HN, keys, offset, positions_BT)
     if decay_BHS is not None:
         score_mod = decayed(score_mod, decay_BHS, offset)
     options: dict[str, Any] = {} if sink_H is None else {"return_aux": AuxRequest(lse=True)}
@@ -75,8 +75,8 @@ def flex(call: Call) -> Tensor:
 def score_mod_of(
     pos: PositionalEmbedding,
     theta_HN: Tensor | None,
-    offset: int,
     length: int,
+    offset: int = 0,
     positions_BT: Tensor | None = None,
 ) -> ScoreMod | None:
     """Return FlexAttention's score_mod for an embedding, or None if it has no distance kernel.
@@ -85,15 +85,15 @@ def score_mod_of(
     score_mod looks up the values of the formula in tables.
 
     Args:
-        offset: The position of the first query.
         length: The number of keys.
+        offset: The position of the first query.
         positions_BT: The position of each query in its document. Only some biases need it.
     """
     if not pos.has("distance") or theta_HN is None:
         return None
     formula = formula_of(pos)
     if formula is None:
-        return tabulated(pos, theta_HN, offset, length)
+        return tabulated(pos, theta_HN, length, offset)
 
     bias, weight = (
         None if expression is None else torch_function(expression, formula.arguments)
@@ -115,7 +115,7 @@ def score_mod_of(
     return score_mod
 
 
-def tabulated(pos: PositionalEmbedding, theta_HN: Tensor, offset: int, length: int) -> ScoreMod:
+def tabulated(pos: PositionalEmbedding, theta_HN: Tensor, length: int, offset: int) -> ScoreMod:
     """Return a score_mod that looks up the embedding's bias and factor in tables.
 
     The tables have one entry for each distance 0 ... length - 1. `offset` is the position of the

@@ -38,8 +38,8 @@ from torch.torch_version import TorchVersion
 from megatron.attention import operations
 from megatron.attention.backend import Backend, Request, constant, first_order
 from megatron.attention.call import Call
-from megatron.attention.torch_to_sympy import Unreadable
-from megatron.attention.trace import parts_of, read
+from megatron.attention.formulas.torch_to_sympy import Unreadable
+from megatron.attention.formulas.trace import parts_of, read
 from megatron.positional import PositionalEmbedding
 from megatron.positional.hidden_layer import pieces
 

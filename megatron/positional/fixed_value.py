@@ -1,7 +1,7 @@
 """Define objects that are compared by their values, because caches use them as keys.
 
 A backend compiles an embedding's formula once. What it has compiled serves every equal embedding,
-so a program may make its embedding anew for each call. Therefore embeddings cannot be changed.
+so a program may make a new object for each call. Therefore embeddings cannot be changed.
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ import sympy
 import torch
 
 from megatron.attention.flex import score_mod_of, tabulated
-from megatron.attention.trace import Unreadable, read, torch_function
+from megatron.attention.formulas.trace import Unreadable, read, torch_function
 from megatron.positional import PositionalEmbedding, ThetaParameter, load, names
 
 DISTANCE = [name for name in names() if load(name).kind == "distance"]
@@ -109,7 +109,7 @@ def test_score_mod(name, make):
         return  # no table; test_attention_fire has the formula
     theta = pos.initial_theta(3, torch.Generator().manual_seed(1))
     offset, length = 4, 9
-    score_mod = make(pos, theta, offset, offset + length)
+    score_mod = make(pos, theta, offset + length, offset)
     score = torch.tensor(0.7)
     for h in range(3):
         for i in range(length):
@@ -122,4 +122,4 @@ def test_score_mod(name, make):
                     expected = expected + bias[h, 0]
                 got = score_mod(score, *(torch.tensor(x) for x in (0, h, i, j)))
                 torch.testing.assert_close(got, expected)
-    assert score_mod_of(load("rotary"), None, 0, 5) is None
+    assert score_mod_of(load("rotary"), None, 5) is None

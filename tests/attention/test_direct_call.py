@@ -8,9 +8,11 @@ import pickle
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
-from megatron.attention import AttentionError, attend, choose, starts_from_ids, trace
+from megatron.attention import AttentionError, attend, choose, score_mod_of, starts_from_ids
 from megatron.attention.direct_call import DEBUG
+from megatron.attention.formulas import trace
 from megatron.positional import Combination, PositionalEmbedding, ThetaParameter, load
 
 KERPLE = load("kerple_log")
@@ -219,3 +221,13 @@ def test_nested_tensors_are_refused_by_name():
     nested = torch.nested.nested_tensor([torch.ones(2, 3, 4), torch.ones(2, 3, 4)])
     with pytest.raises(AttentionError, match="must not be nested tensors; pack the sequences"):
         attend(nested, nested, nested, KERPLE, KERPLE.initial_theta(2))
+
+
+@pytest.mark.parametrize("pos", [Combination([Root(), Half()]), load("rpe")])
+def test_a_formula_for_flex_attention(pos):
+    q, k, v = inputs(queries=3)
+    theta = pos.initial_theta(4).double()
+    score_mod = score_mod_of(pos, theta, length=7, offset=4)
+    mask = create_block_mask(lambda b, h, i, j: i + 4 >= j, None, None, 3, 7, device="cpu")
+    got = flex_attention(q, k, v, score_mod=score_mod, block_mask=mask)
+    torch.testing.assert_close(got, attend(q, k, v, pos, theta, query_offset=4))

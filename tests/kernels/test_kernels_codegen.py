@@ -8,8 +8,8 @@ import torch
 import triton
 import triton.language as tl
 
+from megatron.attention.formulas.trace import read
 from megatron.attention.fused import functions_of
-from megatron.attention.trace import read
 from megatron.kernels.codegen import device_functions
 from megatron.kernels.lowering import NotExpressible
 from megatron.positional import PositionalEmbedding, ThetaParameter, load

@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from megatron.attention.torch_to_sympy import Reader, Unreadable
+from megatron.attention.formulas.torch_to_sympy import Reader, Unreadable
 from megatron.positional import PositionalEmbedding
 
 if TYPE_CHECKING:
