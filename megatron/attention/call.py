@@ -125,10 +125,10 @@ class Call:
 def lowered(call: Call, *, grouped: bool, tempered: bool = False) -> Call:
     """Return an equivalent call that is simpler to compute for a backend.
 
-    q is multiplied by the embedding's temperature, a factor that depends on the query's position.
-    The sink's logits are computed from theta. In the returned call, `pos` is the distance kernel
-    alone, and `theta_HN` has only the columns of this kernel. Keys after the last query are
-    removed.
+    This function multiplies q by the embedding's temperature, a factor that depends on the query's
+    position. If the embedding has a sink, this function computes the sink's logits from theta. It
+    removes the keys after the last query. In the returned call, `pos` is the distance kernel alone,
+    and `theta_HN` has only the columns of this kernel.
 
     Args:
         grouped: Whether k and v may keep fewer heads than q. Otherwise the heads of k and v are

@@ -102,9 +102,10 @@ def query_pass(
 ):  # fmt: skip
     """Compute q's gradient, delta (row sums of grad_out * out) and parts of theta's gradient.
 
-    Theta is the distance kernel's parameters. Each program writes its part to a row of `sums`
-    [programs, THETA], for the THETA columns of theta that need a gradient. With LEARNS (theta needs
-    a gradient, or there is a sink or a decay), delta is corrected for the rounding of `out`.
+    Theta holds the distance kernel's parameters, and THETA is the number of its columns that need a
+    gradient. Each program writes its part of theta's gradient to a row of `sums` [programs, THETA].
+    With LEARNS (theta needs a gradient, or there is a sink or a decay), delta is corrected for the
+    rounding of `out`.
     """
     tiles = tl.cdiv(queries, M)
     item, m0 = open_rows(tiles, M)
@@ -211,7 +212,7 @@ def key_pass(
     DROPOUT: tl.constexpr,
     M: tl.constexpr, N: tl.constexpr, E: tl.constexpr, P: tl.constexpr,
 ):  # fmt: skip
-    """Compute the gradients of k and v, one tile of keys of one key head per program.
+    """Compute the gradients of k and v. Each program handles one tile of keys of one key head.
 
     The programs for the first keys start first, because most query rows see these keys.
     """

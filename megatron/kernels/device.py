@@ -81,7 +81,7 @@ def opaque(x):
     - Where b(d) / scale is added to a matrix product s, the compiler would start the accumulator of
       s from b(d) / scale. These values would then occupy registers during the product.
     - In a loop, the compiler would let the last matrix product run on into the next iteration.
-      ptxas would then wait after each of Hopper's products (its warning C7515).
+      On Hopper, ptxas would then let the program wait after each product (warning C7515).
     """
     if INTERPRETED:
         return x
@@ -139,15 +139,15 @@ def table_distance(i, j, m0, n0, offset, queries):
 
 @triton.jit
 def spread(start, SHARED: tl.constexpr, M: tl.constexpr, N: tl.constexpr):
-    """Return tiles (a, b) in fp32 with a - b = start + r - c, for row r and column c of [M, N].
+    """Return a and b in fp32, with a - b = start + r - c in row r and column c of a tile [M, N].
 
     Without SHARED, a depends only on the row, and b only on the column.
 
     With SHARED, all entries of a thread with the same difference a - b have the same a and the same
     b. So the compiler evaluates a distance kernel only once for these entries. On tensor cores, a
-    thread has rows r and r + 8, and every eighth pair of columns. Therefore b depends only on the
-    register and is a constant in the machine code, and a has two values. For example, the 32 scores
-    of a thread in a tile [64, 64] have 18 differences.
+    thread has rows r and r + 8, and two neighbouring columns of every eight. Therefore a has two
+    values, and b depends only on the register, so that it is a constant in the machine code. For
+    example, a thread has 32 scores of a tile [64, 64], but only 18 different values of a - b.
     """
     r = tl.arange(0, M)[:, None]
     c = tl.arange(0, N)[None, :]

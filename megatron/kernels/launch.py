@@ -184,9 +184,11 @@ def backward(
 def hidden_gradient(
     setting: Setting, tile: Tile, tensors: dict[str, Tensor], layer: Layer, plain_HN: Tensor
 ) -> Tensor:
-    """Return the gradient of the numbers that the Triton kernels read for each head.
+    """Return the gradient of the numbers that the Triton kernels read, [heads, numbers per head].
 
-    The distance kernel has the layer of hidden units `layer`.
+    The bias of the distance kernel contains a layer of hidden units, which `layer` describes. The
+    numbers of a head are the distance kernel's parameters, and then the knees, slopes and offsets
+    of the layer.
 
     Args:
         tile: The tile of the Triton kernel `hidden`.

@@ -100,7 +100,7 @@ def tile_gradients(
     f_evaluate: tl.constexpr, DROPOUT: tl.constexpr,
     R: tl.constexpr, E: tl.constexpr, P: tl.constexpr,
 ):  # fmt: skip
-    """Return, for a square tile, the scores s and the gradients ds of the logits."""
+    """Return, for a square tile, the query-key products s and the gradients ds of the logits."""
     offset, queries, keys = head.offset, head.queries, head.keys
     i = m0 + tl.arange(0, R)
     column = tl.arange(0, R)
@@ -143,9 +143,11 @@ def table_pass(
     WEIGHTED: tl.constexpr, DROPOUT: tl.constexpr,
     R: tl.constexpr, E: tl.constexpr, P: tl.constexpr,
 ):  # fmt: skip
-    """Compute the gradients of the tables of b and w, as sums over scores at the same distance.
+    """Compute partial sums of the gradients of tables over query-key distances.
 
-    Each program handles the tiles of one head whose upper left corners are at the same distance.
+    There is a table of the distance kernel's bias b, of its factor w, or of both. The gradient at a
+    distance is a sum over all scores at this distance. Each program handles one head of one
+    sequence, and only the square tiles whose upper left entry is at one distance D.
     """
     tiles = tl.cdiv(offset + queries, R)
     item = tl.program_id(0) // tiles
