@@ -165,8 +165,9 @@ def soak(folder: Path, seed: int, until: float) -> bool:
 
     if not log.exists():
         note(f"seed {seed}: {FAULTS} faults to commands beside train.py")
-    train = [sys.executable, "train.py", str(folder / "done.yml")]
-    subprocess.run(train, cwd=ROOT, check=True, capture_output=True)
+    if not (folder / "done" / "latest").exists():
+        train = [sys.executable, "train.py", str(folder / "done.yml")]
+        subprocess.run(train, cwd=ROOT, check=True, capture_output=True)
     beside = Beside(folder)
     try:
         beside.ensure()
