@@ -74,7 +74,10 @@ class Call:
         return first_BT
 
     def hidden(self, distance_TS: Tensor) -> Tensor:
-        """Return a mask that is true where a query does not see a key, bool [B or 1, 1, T, S]."""
+        """Return a mask that is true where a query does not see a key, bool [B or 1, 1, T, S].
+
+        `distance_TS` holds the query-key distances. They are negative for future keys.
+        """
         hidden_BHTS = (distance_TS < 0)[None, None]
         if (first_BT := self.first_keys()) is not None:
             key_S = torch.arange(distance_TS.shape[1], device=distance_TS.device)
@@ -115,7 +118,7 @@ class Call:
         return (c_BHS[:, :, None] - c_BHS[:, :, self.query_offset :, None]).to(dtype)
 
     def with_null_key(self, logits_BHTS: Tensor) -> Tensor:
-        """Return the logits, with the sink's logit as one more column if there is a sink."""
+        """Return the logits. If there is a sink, append its logit as one more column."""
         if self.sink_H is None:
             return logits_BHTS
         null_H11 = self.sink_H.to(logits_BHTS.dtype)[:, None, None]
