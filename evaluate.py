@@ -104,7 +104,7 @@ def asked(args):
     """Return the options of the command line as config overrides.
 
     If `--lengths` or `--eval_tasks` is given, both `eval_lengths` and `eval_tasks` of the config
-    are replaced. The one whose option is not given becomes an empty list.
+    are replaced. A key whose option is not given becomes an empty list.
     """
     prefix = args.eval_results_prefix
     overrides = [f"eval_results_prefix={json.dumps(prefix)}"] if prefix else []

@@ -113,7 +113,7 @@ class BlockedCall:
         """Return one contiguous view [sequences * heads, rows, keys] of each buffer for this tile.
 
         If `kept` (see `new_kept`) is not None, a view of this tile's part of `kept` comes first.
-        In either case, the caller stores the attention probabilities in the first view.
+        With or without `kept`, the caller stores the attention probabilities in the first view.
         """
         shape = tile.batch * tile.num_heads, tile.num_rows, tile.keys
         found = [buffer[: tile.size].view(shape) for buffer in buffers]
@@ -124,8 +124,9 @@ class BlockedCall:
     def product(self, a_mXY: Tensor, b_mYE: Tensor) -> Tensor:
         """Return the batched matrix product of `a_mXY` [m, X, Y] and `b_mYE` [m, Y, E].
 
-        The next call of `product` overwrites the result. The result is contiguous, because a
-        batched product into contiguous memory is several times faster than a product into a slice.
+        E is the head size. The result is stored in `self.scratch`, so the next call of `product`
+        overwrites it. It is contiguous, because a batched product into contiguous memory is several
+        times faster than a product into a slice.
         """
         shape = a_mXY.shape[0], a_mXY.shape[1], self.E
         out_mXE = self.scratch[: shape[0] * shape[1] * shape[2]].view(shape)
@@ -134,8 +135,9 @@ class BlockedCall:
     def probabilities(self, tile: QueryTile, out_mRn: Tensor, raw_mRn: Tensor | None) -> None:
         """Write the attention probabilities of a tile into `out_mRn`.
 
-        `raw_mRn` is None if there is no factor w. Otherwise it receives the scaled query-key
-        products, before they are multiplied by w.
+        `raw_mRn` is None if there is no factor w. Otherwise, it receives the scaled query-key
+        products, before they are multiplied by w. Both buffers have the shape [sequences * heads,
+        rows, keys].
         """
         q_mRE = self.q_NTE[tile.items, tile.rows]
         k_mEn = self.k_NSE[tile.items, tile.seen].mT

@@ -74,7 +74,10 @@ class Call:
         return first_BT
 
     def hidden(self, distance_TS: Tensor) -> Tensor:
-        """Return a mask that is true where a query does not see a key, bool [B or 1, 1, T, S]."""
+        """Return a mask that is true where a query does not see a key, bool [B or 1, 1, T, S].
+
+        `distance_TS` holds the query-key distances. They are negative for future keys.
+        """
         hidden_BHTS = (distance_TS < 0)[None, None]
         if (first_BT := self.first_keys()) is not None:
             key_S = torch.arange(distance_TS.shape[1], device=distance_TS.device)
@@ -115,7 +118,7 @@ class Call:
         return (c_BHS[:, :, None] - c_BHS[:, :, self.query_offset :, None]).to(dtype)
 
     def with_null_key(self, logits_BHTS: Tensor) -> Tensor:
-        """Return the logits, with the sink's logit as one more column if there is a sink."""
+        """Return the logits. If there is a sink, append its logit as one more column."""
         if self.sink_H is None:
             return logits_BHTS
         null_H11 = self.sink_H.to(logits_BHTS.dtype)[:, None, None]
@@ -125,10 +128,10 @@ class Call:
 def lowered(call: Call, *, grouped: bool, tempered: bool = False) -> Call:
     """Return an equivalent call that is simpler to compute for a backend.
 
-    q is multiplied by the embedding's temperature, a factor that depends on the query's position.
-    The sink's logits are computed from theta. In the returned call, `pos` is the distance kernel
-    alone, and `theta_HN` has only the columns of this kernel. Keys after the last query are
-    removed.
+    This function multiplies q by the embedding's temperature, a factor that depends on the query's
+    position. If the embedding has a sink, this function computes the sink's logits from theta. It
+    removes the keys after the last query. In the returned call, `pos` is the distance kernel alone,
+    and `theta_HN` has only the columns of this kernel.
 
     Args:
         grouped: Whether k and v may keep fewer heads than q. Otherwise the heads of k and v are

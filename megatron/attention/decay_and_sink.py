@@ -47,12 +47,15 @@ class Decay:
     def of_keys(self, tile: QueryTile) -> Tensor:
         """Return c_j - c_m for all keys j of the tile, [sequences * heads, 1, keys].
 
-        c is the decay, and m is the position of the tile's middle row.
+        c is the decay, and m is the position of the query in the middle row of the tile.
         """
         return self._relative(tile, tile.seen)[:, None]
 
     def of_rows(self, tile: QueryTile) -> Tensor:
-        """Return c_i - c_m for all rows i of the tile, [sequences * heads, rows]; see `of_keys`."""
+        """Return c_i - c_m for all query rows i of the tile, [sequences * heads, rows].
+
+        c and m are as in `of_keys`.
+        """
         keys = self.c_NS.shape[1]
         return self._relative(tile, slice(keys - tile.rows.stop, keys - tile.rows.start)).flip(1)
 
@@ -106,7 +109,7 @@ class Sink:
     def add_gradient(
         self, tile: QueryTile, probs_mRn: Tensor, dprobs_mRn: Tensor, spare_mRn: Tensor
     ) -> None:
-        """Store dz, the gradient of the null key's logits, in `grad_NT` for the rows of a tile.
+        """Store the gradient of the null key's logit in `grad_NT`, for each row of a tile.
 
         Args:
             probs_mRn: The attention probabilities P.

@@ -136,7 +136,7 @@ def tabulated(pos: PositionalEmbedding, theta_HN: Tensor, length: int, offset: i
 def decayed(score_mod: ScoreMod | None, decay_BHS: Tensor, offset: int) -> ScoreMod:
     """Return a score_mod that applies `score_mod` and then adds c_i - c_j.
 
-    Here c is `decay_BHS`, i the position of the query and j the position of the key. `offset` is
+    c is `decay_BHS`, i is the position of the query, and j is the position of the key. `offset` is
     the position of the first query.
     """
     rows_BHS = decay_BHS.clone()  # only one lookup may be in a tensor that requires a gradient
@@ -160,9 +160,10 @@ def formula_of(pos: PositionalEmbedding) -> Formula | None:
 
 
 def kernel_options(pos: PositionalEmbedding, size: int) -> dict[str, int] | None:
-    """Return FlexAttention's `kernel_options` for head size `size`.
+    """Return FlexAttention's options for the compiled kernel, or None for torch's default options.
 
-    Return None if torch's default options are suitable.
+    The default options are suitable unless the distance kernel is tabulated. `size` is the head
+    size.
     """
     if not pos.has("distance") or formula_of(pos) is not None:
         return None
@@ -172,9 +173,9 @@ def kernel_options(pos: PositionalEmbedding, size: int) -> dict[str, int] | None
 def table_options(pos: PositionalEmbedding, size: int) -> dict[str, int]:
     """Return FlexAttention's options with fewer pipeline stages, for a tabulated distance kernel.
 
-    The compiled kernel's loop over keys prefetches one tile of table entries, fp32 [128, 128], for
-    each stage, in addition to keys and values. With torch's default of three stages, the loop needs
-    more shared memory than an H100 has (torch 2.11).
+    For each stage, the compiled kernel's loop over keys prefetches a tile of keys, a tile of values
+    and a tile of table entries, fp32 [128, 128]. With torch's default of three stages, the loop
+    needs more shared memory than an H100 has (torch 2.11). `size` is the head size.
     """
     if size > 64 or weighted(pos):
         return {"fwd_num_stages": 1, "bwd_num_stages": 2}
@@ -182,7 +183,10 @@ def table_options(pos: PositionalEmbedding, size: int) -> dict[str, int]:
 
 
 def block_mask_of(call: Call) -> Any:
-    """Return FlexAttention's block mask. Blocks of keys that no query sees are skipped."""
+    """Return FlexAttention's block mask for a call, with its documents and its window.
+
+    FlexAttention skips blocks of keys that no query sees.
+    """
     from torch.nn.attention.flex_attention import create_block_mask
 
     batch, _, queries, _ = call.q_BHTE.shape

@@ -130,9 +130,9 @@ def _inputs(call: Call, tabulated: bool, layer: Columns | None) -> tuple[Tensor 
     An argument that the call does not have, such as the decay or the sink, is None.
 
     Args:
-        tabulated: Whether the device functions read a table.
-        layer: The columns of theta that hold w, b and v of a layer of hidden units (see
-            `megatron.positional.hidden_layer`), or None.
+        tabulated: Whether the device functions read the distance kernel from a table.
+        layer: The indices of the columns of theta that hold w, b and v of a layer of hidden units
+            (see `megatron.positional.hidden_layer`), or None without such a layer.
     """
     q_BHTE, offset = call.q_BHTE, call.query_offset
     heads, queries = q_BHTE.shape[1:3]
@@ -165,9 +165,11 @@ def tabulate(pos: PositionalEmbedding, theta_HN: Tensor, length: int, scale: flo
 
     The table has one row for each head. A row holds b(d) / scale for all d if there is a bias b,
     followed by w(d) for all d if there is a factor w. b is divided by `scale` because the kernels
-    multiply the sum of query-key product and bias by `scale`. Where b(d) = -inf, that is, where a
-    key is never attended to, the table holds the finite number `LOWEST`. Otherwise the softmax
-    would be NaN in a tile with only such distances.
+    multiply the sum of query-key product and bias by `scale`.
+
+    At distances where b(d) = -inf, no key is attended to. There the table holds the finite number
+    `LOWEST`. With -inf, the softmax would compute -inf - (-inf), which is NaN, in a tile in which b
+    is -inf at all distances.
     """
     d = torch.arange(length, device=theta_HN.device)
     bias_HS, weight_HS = pos.bias(theta_HN, d), pos.weight(theta_HN, d)

@@ -147,7 +147,7 @@ def fused(*arguments: Any) -> tuple[Tensor, Tensor]:
     schema=f"(Tensor grad, Tensor out, Tensor lse, {_FUSED}, bool need_rows) -> Tensor[]",
 )
 def fused_backward(*arguments: Any) -> list[Tensor]:
-    """Return the gradients that `fused_gradients` returns, without those that are None."""
+    """Return those gradients of `fused_gradients` that are not None, as a list."""
     *tensors, code, scale, offset, dropout_p, need_rows = arguments
     found = fused_gradients(setting_of(code, scale, offset, dropout_p), need_rows, *tensors)
     return [x for x in found if x is not None]
@@ -174,6 +174,8 @@ def _save(ctx: Any, inputs: tuple, output: Tensor | tuple[Tensor, Tensor]) -> No
 
 def _differentiate(backward: Any, learned: int, ctx: Any, grad_BHTE: Tensor, *_: Any) -> tuple:
     """Return the gradients of all arguments of `kerple::blocked` or `kerple::fused`.
+
+    The gradient of an argument that has none, such as `scale`, is None.
 
     Args:
         backward: The operation that computes the gradients.

@@ -33,7 +33,10 @@ class RowBias:
         self.grad_HN = torch.zeros_like(theta_HN)
 
     def _values(self, tile: QueryTile, theta_hN: Tensor) -> Tensor:
-        """Return a tile's bias [sequences or 1, heads, query rows, keys]."""
+        """Return the bias of a tile, [sequences or 1, heads, query rows, keys].
+
+        `theta_hN` has the parameters of the tile's heads.
+        """
         device = theta_hN.device
         row_R = torch.arange(tile.rows.start, tile.rows.stop, device=device)
         key_n = torch.arange(tile.seen.start, tile.seen.stop, device=device)

@@ -23,7 +23,9 @@ limit reduces the number R of rows."""
 
 @dataclass(frozen=True)
 class QueryTile:
-    """Some query rows of some heads of one sequence, or of all heads of several sequences.
+    """A tile of the scores: some query rows, and the keys from the first to the last that they see.
+
+    A tile covers either some heads of one sequence, or all heads of several sequences.
 
     Attributes:
         index: The number of the tile in the order of `walk`. It determines the tile's dropout mask.
@@ -31,10 +33,12 @@ class QueryTile:
         batch: The number of sequences in the tile.
         heads: The tile's heads, as a slice of the H heads. They are the same in each sequence.
         items: The pairs of sequence and head, as a slice of the flattened dimension B H.
-        rows: The query rows, as a slice of the T queries in reversed order.
-        first: The first key. None of the rows sees an earlier key.
-        keys: The number n of keys. The last key is at the position of the tile's last query, which
-            is in the first row, because rows are in reversed order.
+        rows: The query rows, as a slice of the T queries in reversed order. Index 0 is the last
+            query.
+        first: The index of the tile's first key. None of the rows sees an earlier key.
+        keys: The number n of keys, from `first` on. The last of them is at the position of the
+            tile's first row. This row is the tile's latest query, because the queries are in
+            reversed order.
         mixed: Whether the rows belong to several documents, so that scores need a mask.
     """
 
@@ -96,8 +100,9 @@ def walk(
     The last query must be at the position of the last key.
 
     Args:
-        starts: For each sequence, the first key of each row's document. The rows are in reversed
-            order, so these numbers never rise. None means key 0.
+        starts: For each sequence, the first key of the document of each query. The queries are in
+            reversed order, so these numbers never rise. None means that each sequence is one
+            document.
         window: The largest distance at which a query sees a key. None means any distance.
     """
     rows = block_rows(queries, keys)

@@ -57,10 +57,10 @@ class DistanceVector:
 
 
 def add_diagonal_sums(reversed_HS: Tensor, matrix_BHRn: Tensor) -> None:
-    """For each distance, add to `reversed_HS` the sum of a block's entries at this distance.
+    """Add up the entries of a block of scores at each query-key distance.
 
-    The sum also runs over the batch. The order of summation depends only on the shapes, so the
-    result is repeatable bit for bit.
+    The sums are added to `reversed_HS`. They also run over the batch. The order of summation
+    depends only on the shapes, so the result is repeatable bit for bit.
 
     Args:
         reversed_HS: The sums so far, updated in place. Entry S - 1 - d belongs to distance d.

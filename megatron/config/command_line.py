@@ -78,6 +78,9 @@ def load_for(processes: int | str, arguments: argparse.Namespace, *overrides: st
 
     `load_or_exit` describes the other arguments.
 
+    Args:
+        processes: The number of processes, as a number or as the text of WORLD_SIZE.
+
     Raises:
         ConfigError: The config has problems.
     """

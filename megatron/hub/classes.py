@@ -28,15 +28,15 @@ _COMMON = {"tie_word_embeddings": False, "attention_dropout": 0.0, "rope_theta":
 
 @dataclass(frozen=True)
 class HubClass:
-    """One of transformers' classes.
+    """The description of a model class of the library `transformers`.
 
     Attributes:
-        name: The name of the class in `architectures` in config.json.
+        name: The name of the class, as in the entry `architectures` of config.json.
         model_type: The value of `model_type` in config.json.
         activations: Maps values of `hidden_act` to values of our `activation`.
         defaults: The values of entries that a config.json may leave out.
-        modules: Maps names of our modules to the names of their equivalents in transformers.
-            Modules that have the same name there are left out.
+        modules: Maps names of our modules to the names of their equivalents in transformers. A
+            module that has the same name in transformers is left out.
         layers: The prefix of the names of the layers in transformers.
     """
 

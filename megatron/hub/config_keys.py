@@ -83,10 +83,13 @@ def _entry(given: Mapping[str, Any], name: str, kind: type) -> Any:
 
 
 def _rotary(given: Mapping[str, Any], kind: HubClass) -> tuple[dict[str, Any], Any, Any]:
-    """Translate the rotary entries to our (`rope_scaling`, `rotary_emb_base`, `rotary_pct`).
+    """Translate the entries of a config.json for rotary embeddings to our config keys.
+
+    Return the values of `rope_scaling`, `rotary_emb_base` and `rotary_pct`.
 
     Args:
         given: The content of config.json.
+        kind: The class that config.json names.
     """
     scaling = given.get("rope_scaling") or given.get("rope_parameters") or {}
     if not isinstance(scaling, dict) or any(isinstance(each, dict) for each in scaling.values()):
@@ -173,7 +176,7 @@ def _windows(config: Config) -> set[int | None]:
 
 
 def hub_config(config: Config) -> tuple[HubClass, dict[str, Any]]:
-    """Return the class that computes the config's model, and the content of its config.json.
+    """Return the class that computes the config's model, and the content of a config.json for it.
 
     The settings of rotary angles are written twice: under their names in transformers 5, and under
     their names in transformers 4. Call this function only if `misfits` returns [].

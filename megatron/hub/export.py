@@ -47,8 +47,9 @@ class HubModel:
 
     Attributes:
         config: The content of config.json.
-        weights: The weights by their names in transformers.
-        code: The content of the Python file that defines the class; "" if transformers has it.
+        weights: Maps the name of each weight in transformers to the weight.
+        code: The content of the Python file that defines the model's class. It is "" if the class
+            is a part of transformers.
     """
 
     config: dict[str, Any]

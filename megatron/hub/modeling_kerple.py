@@ -66,7 +66,7 @@ class Embedding(nn.Module):
 
 
 class KerpleForCausalLM(PreTrainedModel, GenerationMixin):
-    """The language model.
+    """A language model of this project as a class of `transformers`.
 
     Theta holds the parameters of the positional embedding, [H, N] in fp32. It is a buffer, so
     training in transformers does not change it.

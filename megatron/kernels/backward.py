@@ -71,7 +71,13 @@ def query_tile(
     THETA: tl.constexpr, DROPOUT: tl.constexpr, MASKED: tl.constexpr,
     M: tl.constexpr, N: tl.constexpr, E: tl.constexpr, P: tl.constexpr,
 ):  # fmt: skip
-    """Add the contributions of one tile of keys to the gradients of q and of theta."""
+    """Add the contributions of a tile of N keys to the gradients of M query rows and of theta.
+
+    Return the new (dq, excess, acc). `dq` [M, P] is the gradient of the rows of q, divided by
+    scale. P is the padded head size. `excess` [M, W] holds W sums for each row. They add up to the
+    sum of ds, the gradients of the row's logits. `acc` holds the sums from which the gradient of
+    theta (the distance kernel's parameters) is computed.
+    """
     k = load_rows(head.k, n0, head.keys, head.k_t, MASKED, N, E, P)
     v = load_rows(head.v, n0, head.keys, head.v_t, MASKED, N, E, P)
     s = opaque(tl.dot(q, tl.trans(k), input_precision="ieee"))
@@ -100,11 +106,15 @@ def query_pass(
     f_finish: tl.constexpr, LEARNS: tl.constexpr, THETA: tl.constexpr, WEIGHTED: tl.constexpr,
     DROPOUT: tl.constexpr, M: tl.constexpr, N: tl.constexpr, E: tl.constexpr, P: tl.constexpr,
 ):  # fmt: skip
-    """Compute q's gradient, delta (row sums of grad_out * out) and parts of theta's gradient.
+    """Compute the gradient of q, delta, and parts of the gradient of theta.
 
-    Theta is the distance kernel's parameters. Each program writes its part to a row of `sums`
-    [programs, THETA], for the THETA columns of theta that need a gradient. With LEARNS (theta needs
-    a gradient, or there is a sink or a decay), delta is corrected for the rounding of `out`.
+    Theta holds the distance kernel's parameters. For each query row, delta is the sum of grad_out *
+    out, where grad_out is the gradient of `out`. With LEARNS (theta needs a gradient, or there is a
+    sink or a decay), delta is corrected for the rounding of `out`.
+
+    Each program handles M query rows of one head. It writes its part of theta's gradient to one row
+    of `sums` [programs, THETA]. THETA is the number of theta's columns for which gradients are
+    computed here.
     """
     tiles = tl.cdiv(queries, M)
     item, m0 = open_rows(tiles, M)
@@ -155,10 +165,15 @@ def key_tile(
     f_evaluate: tl.constexpr, WEIGHTED: tl.constexpr, DROPOUT: tl.constexpr, MASKED: tl.constexpr,
     M: tl.constexpr, N: tl.constexpr, E: tl.constexpr, P: tl.constexpr,
 ):  # fmt: skip
-    """Add the contributions of one tile of query rows to the gradients of k and v.
+    """Add the contributions of a tile of M query rows to the gradients of N keys and values.
 
-    Scores are computed transposed, as [keys, query rows]. The softmax weights p and the gradients
-    ds of the scores then need no transpose.
+    Return the new (dk, dv, ddecay). `dk` [N, P] is the gradient of k, divided by scale. `dv` [N, P]
+    is the gradient of v. P is the padded head size. `ddecay` [N] is the gradient of the decay at
+    the positions of the keys.
+
+    Scores are computed as [keys, query rows] instead of [query rows, keys]. In this form, the
+    softmax weights p and the gradients ds of the logits enter the products for dv and dk without a
+    transpose.
     """
     q = load_rows(q_base, m0, queries, q_stride, MASKED, M, E, P)
     do = load_rows(do_base, m0, queries, do_stride, MASKED, M, E, P)
@@ -211,9 +226,11 @@ def key_pass(
     DROPOUT: tl.constexpr,
     M: tl.constexpr, N: tl.constexpr, E: tl.constexpr, P: tl.constexpr,
 ):  # fmt: skip
-    """Compute the gradients of k and v, one tile of keys of one key head per program.
+    """Compute the gradients of k and v, and a part of the decay's gradient.
 
-    The programs for the first keys start first, because most query rows see these keys.
+    Each program handles N keys of one key head and all query heads that share it. If there is a
+    decay c, c_j is subtracted from all logits of key j. `ddecay` gets the gradient of c through
+    these logits. Programs for the first keys start first, because more query rows see these keys.
     """
     tiles = tl.cdiv(keys, N)
     key_heads = heads // group

@@ -55,11 +55,13 @@ def device_functions(
     theta: tuple[sympy.Symbol, ...],
     position: sympy.Symbol | None = None,
 ) -> DeviceFunctions:
-    """Generate the Triton device functions of a distance kernel.
+    """Generate the Triton device functions of a distance kernel from its sympy expressions.
 
     Args:
         bias: The bias of the distance kernel. None means 0.
         weight: The factor of the distance kernel. None means 1.
+        distance: The symbol of the query-key distance.
+        theta: The symbols of the distance kernel's parameters.
         position: The symbol of the query's position in its document, or None if neither the bias
             nor the factor contains it.
 
@@ -99,11 +101,11 @@ def device_functions(
 class Writer:
     """Writes the generated functions `prepare` and `evaluate` from sympy expressions.
 
-    `prepare` computes the constants of a head: all numbers that depend on theta and scale alone.
-    `evaluate` computes all numbers that also depend on the query-key product s, the distance d or
-    the query's position i, for a tile of scores. "The code of" an expression is Triton source text
-    that evaluates it. `lines` collects the statements of `evaluate`, and `prepared` the code of
-    each constant.
+    `prepare` computes the constants of a head: all numbers that depend only on theta (the distance
+    kernel's parameters) and scale. `evaluate` handles a tile of scores. It computes all numbers
+    that also depend on the query-key product s, the distance d or the query's position i. "The code
+    of" an expression is Triton source text that evaluates it. `lines` collects the statements of
+    `evaluate`, and `prepared` the code of each constant.
     """
 
     def __init__(
@@ -121,7 +123,7 @@ class Writer:
         """Return the code by which `evaluate` reads a constant.
 
         The code is a literal such as `0.5`, or an entry of the tuple that `prepare` returns, such
-        as `c[2]`. If `prepare` does not compute the constant yet, this adds it to `prepared`.
+        as `c[2]`. If `prepare` does not compute the constant yet, its code is added to `prepared`.
         """
         if expr.is_number:
             return repr(float(expr))
@@ -223,11 +225,12 @@ class Writer:
         """Return the source of the generated `prepare`, `evaluate`, `zeros`, `add` and `finish`.
 
         Args:
-            results: The code of the first values that `evaluate` returns, such as the logit
-                divided by `scale`.
+            results: The code of the first values that `evaluate` returns, such as the logit divided
+                by `scale`.
             terms: The code of the values that `evaluate` returns after `results`. There is one term
-                for each column in `columns`, from which the column's gradient is computed.
-            factors: The code of the factor by which `finish` multiplies the sum of each term.
+                for each entry of `columns`.
+            factors: The code of a number for each term. `finish` multiplies the sum of the term by
+                this number, to get the gradient of the term's column.
             columns: The indices of the columns of theta that have a term.
         """
         count, first = len(terms), len(results)
@@ -271,9 +274,10 @@ def function(head: str, lines: list[str], results: list[str]) -> list[str]:
 
 
 def compiled(name: str, source: str) -> dict[str, Any]:
-    """Compile `source` to Triton functions.
+    """Execute the text `source`, and return the five Triton functions that it defines, by name.
 
-    Equal sources get equal file paths, so that Triton's caches recognise them.
+    `name` is the distance kernel's name. It becomes part of the path under which the text is stored
+    in `linecache`. Equal names and texts get equal paths, so that Triton's caches recognise them.
     """
     digest = hashlib.sha256(source.encode()).hexdigest()[:12]
     path = f"<distance kernel {name} {digest}>"

@@ -113,11 +113,13 @@ def variant_of(
     which: str, functions: DeviceFunctions, tile: Tile, head_size: int,
     pointers: Sequence[Tensor | None], *, dropout: bool, theta: bool,
 ) -> Variant:  # fmt: skip
-    """Return a Triton kernel with its compile-time arguments; see `constants`.
+    """Return the `Variant` for a launch: a Triton kernel with its compile-time arguments.
 
     Args:
         which: The Triton kernel, a key of `PASSES`.
-        pointers: The tensors of the call, in the order of `order(which)`.
+        pointers: The launch's tensors, in the order of the first list of `order(which)`. An
+            optional tensor may be None.
+        theta: Whether the gradient of the distance kernel's parameters or table is needed.
     """
     missing = [x is None for x in pointers]
     key = (which, id(functions), tile, head_size, dropout, theta, *missing)
@@ -142,10 +144,11 @@ def variant_of(
 def order(which: str) -> tuple[list[str], list[str], list[str]]:
     """Return three lists of names from the signature of a Triton kernel.
 
-    The lists name all tensors, the tensors with strides, and the compile-time arguments. In the
-    signature, a tensor named x is the argument `x_ptr`. If x has strides, the arguments `x_b`,
-    `x_h` and `x_t` are the strides of the first three of its four dimensions. All pointers come
-    first, then all strides, then `NUMBERS`, and then the compile-time arguments.
+    The first list names all tensors, the second names the tensors with strides, and the third names
+    the compile-time arguments. In the signature, a tensor named x is the argument `x_ptr`. If x has
+    strides, the arguments `x_b`, `x_h` and `x_t` are the strides of the first three of its four
+    dimensions. All pointers come first, then all strides, then `NUMBERS`, and then the compile-time
+    arguments.
 
     Args:
         which: The Triton kernel, a key of `PASSES`.
@@ -165,11 +168,13 @@ def constants(
 ) -> dict[str, Any]:  # fmt: skip
     """Return the compile-time arguments of all Triton kernels, as a dict from name to value.
 
+    Each Triton kernel takes from the dict those arguments that its signature names.
+
     Args:
         theta: Whether the gradient of the distance kernel's parameters or table is needed.
-        terms: The names of the optional tensors that the call passes. The pointers to all remaining
-            tensors in `documents_sink_decay.TENSORS` become compile-time arguments with the value
-            None.
+        terms: The names of the optional tensors that the call passes.
+            `documents_sink_decay.TENSORS` names all optional tensors. For each of those that are
+            not passed, the pointer becomes a compile-time argument with the value None.
     """
     values: dict[str, Any] = {f"{name}_ptr": None for name in TENSORS if name not in terms}
     values |= {

@@ -36,7 +36,7 @@ def lg2(x):
 
 @triton.jit
 def lg2_or_finite(x):
-    """Return lg2(x) for x >= 0, with LOG2_ZERO in place of lg2(0)."""
+    """Return the logarithm to base 2 of x > 0, and the finite number LOG2_ZERO for x = 0."""
     if INTERPRETED:
         return tl.where(x > 0.0, tl.log2(tl.where(x > 0.0, x, 1.0)), LOG2_ZERO)
     else:
@@ -48,8 +48,8 @@ def rcp(x):
     """Return 1 / x for 1e-19 < |x| < 1e19, and 0 for larger |x|.
 
     Numbers are handled in pairs (a, b). One instruction gives r = 1 / (a b), and two products give
-    1/a = r b and 1/b = r a. This saves time, because the GPU's unit for such instructions (special
-    functions) is the bottleneck of the Triton kernels.
+    1/a = r b and 1/b = r a. This saves time, because the GPU's unit for special functions, which
+    executes this instruction, is the bottleneck of the Triton kernels.
     """
     if INTERPRETED:
         return 1.0 / x
@@ -74,14 +74,16 @@ def ex2(x):
 
 @triton.jit
 def opaque(x):
-    """Return x, hidden from the compiler's optimiser.
+    """Return x unchanged, but hide from the compiler how x was computed.
 
     This prevents two optimisations that slow the Triton kernels down:
 
-    - Where b(d) / scale is added to a matrix product s, the compiler would start the accumulator of
-      s from b(d) / scale. These values would then occupy registers during the product.
-    - In a loop, the compiler would let the last matrix product run on into the next iteration.
-      ptxas would then wait after each of Hopper's products (its warning C7515).
+    - If the bias is added to a tile of query-key products, the compiler would initialise the
+      accumulators of these products with the bias instead of 0. The bias of the whole tile would
+      then occupy registers during the matrix product.
+    - In a loop, the compiler would let the last matrix product of an iteration overlap with the
+      next iteration. On Hopper, the assembler ptxas would then make the program wait after every
+      matrix product (warning C7515).
     """
     if INTERPRETED:
         return x
@@ -98,9 +100,10 @@ def load_rows(
 ):  # fmt: skip
     """Load ROWS rows of a tensor, beginning with row `first`, and pad them to P columns.
 
-    The tensor has `limit` rows and E columns. With MASKED, rows from `limit` on are zeros. Without
-    MASKED, all loaded rows must exist. Columns from E on are always zeros. The offset of row
-    `first` is 64-bit, because the row may be gigabytes after the start of the tensor.
+    The tensor begins at `base`. It has `limit` rows, `stride` elements apart, and E columns. With
+    MASKED, rows from `limit` on are zeros. Without MASKED, all loaded rows must exist. Columns from
+    E on are always zeros. The offset of row `first` is 64-bit, because the row may be gigabytes
+    after the start of the tensor.
     """
     row = tl.arange(0, ROWS)
     column = tl.arange(0, P)
@@ -115,9 +118,10 @@ def load_rows(
 def store_rows(
     base, tile, first, limit, stride, ROWS: tl.constexpr, E: tl.constexpr, P: tl.constexpr
 ):
-    """Store a tile in a tensor of `limit` rows and E columns, starting at row `first`.
+    """Store the ROWS rows of `tile` in a tensor, as the rows from `first` on.
 
-    Rows and columns outside the tensor are skipped.
+    The tensor begins at `base`. It has `limit` rows, `stride` elements apart, and E columns. Rows
+    and columns of the tile that lie outside the tensor are skipped.
     """
     row = tl.arange(0, ROWS)
     column = tl.arange(0, P)
@@ -128,26 +132,31 @@ def store_rows(
 
 @triton.jit
 def table_distance(i, j, m0, n0, offset, queries):
-    """Return the distances i - j of a tile, clamped to the indices of a table over distances.
+    """Return the query-key distances i - j of a tile, as indices of a table over distances.
 
-    The distance of a future key becomes 0. Rows past the last query get the distances of the last
-    query. The positions `i` and `j` are relative to `n0`, the position of the tile's first key.
-    Distance kernels without a table do not use the result, so the compiler removes the call.
+    `i` and `j` are the positions of the queries and the keys. Both are counted from `n0`, the
+    position of the tile's first key. `offset` is the position of the first of all `queries`.
+
+    All indices must exist in the table. Therefore the distance of a future key becomes 0, and rows
+    past the last query get the distances of the last query. Distance kernels without a table do not
+    use the result, so the compiler removes the call.
     """
     return tl.maximum(tl.minimum(i, offset + queries - 1 - n0) - j, 0)
 
 
 @triton.jit
 def spread(start, SHARED: tl.constexpr, M: tl.constexpr, N: tl.constexpr):
-    """Return tiles (a, b) in fp32 with a - b = start + r - c, for row r and column c of [M, N].
+    """Return two tiles a and b in fp32 with a - b = start + r - c in row r and column c.
 
+    The tiles have M rows and N columns. The distance of each score is computed from a and b.
     Without SHARED, a depends only on the row, and b only on the column.
 
-    With SHARED, all entries of a thread with the same difference a - b have the same a and the same
-    b. So the compiler evaluates a distance kernel only once for these entries. On tensor cores, a
-    thread has rows r and r + 8, and every eighth pair of columns. Therefore b depends only on the
-    register and is a constant in the machine code, and a has two values. For example, the 32 scores
-    of a thread in a tile [64, 64] have 18 differences.
+    With SHARED, all entries of a thread that have the same a - b also have the same a and the same
+    b. So the compiler evaluates a distance kernel only once for these entries. On tensor cores, the
+    entries of a thread are in the rows r and r + 8, and in two neighbouring columns of every eight.
+    Therefore a has two values in a thread. b depends only on the register of an entry, so that b is
+    a constant in the machine code. For example, a thread has 32 entries of a tile [64, 64], but
+    only 18 different values of a - b.
     """
     r = tl.arange(0, M)[:, None]
     c = tl.arange(0, N)[None, :]
@@ -167,9 +176,10 @@ def add_columns(sums, x, dtype: tl.constexpr):
     are distributed over threads in a pattern of 8. With W = 1, or if q's `dtype` is fp32, threads
     exchange their sums.
 
-    In fp32, the number that a thread sends can be a single product, which is rounded. The same
-    thread could add its own product without rounding (a fused multiply-add). Then the two threads
-    would get different results. To prevent this, products are hidden from the compiler (`opaque`).
+    In fp32, the sum that a thread sends can be a single product of two numbers. The thread sends
+    this product after rounding. It could add the product that it receives to its own product before
+    rounding (a fused multiply-add). Then the two threads would get different results. To prevent
+    this, products are hidden from the compiler (`opaque`).
     """
     if dtype == tl.float32:
         x = opaque(x)

@@ -17,16 +17,17 @@ class DeviceFunctions:
     """The device functions of a distance kernel. The docstring of `codegen` explains the symbols.
 
     Attributes:
-        prepare: Maps (a head's row of theta, the length of the row, scale) to c, the constants of
-            the head.
+        prepare: Maps (a pointer to a head's row of theta, the length of the row, scale) to c, the
+            constants of the head. Theta holds the distance kernel's parameters.
         evaluate: Maps (s, di, dj, d, c, row) to (y, w, terms) for a tile. s are the query-key
             products. The query-key distances are given twice, as d and as di - dj. The argument
             `row` holds the queries' positions. y is the logit divided by scale, and w is the factor
             of s. Each term belongs to one column of theta. `add` and `finish` compute theta's
             gradient from the terms.
         weighted: Whether there is a factor w.
-        zeros, add, finish: Create, update and sum up the accumulators of theta's gradient, which
-            have W numbers per query row (see `add_columns`). None if no column has a term.
+        zeros, add, finish: Create, update and sum up the accumulators of theta's gradient. The
+            accumulators have W numbers per query row (see `add_columns`). The functions are None if
+            no column has a term.
         num_theta: The number of columns of theta that have a term.
         tabulated: Whether "theta" is a table over distances (see `tabulated`).
         biased: Whether the table contains the bias.
@@ -49,7 +50,7 @@ class DeviceFunctions:
     reads_position: bool = False
 
     def needs(self, dropout: bool, terms: bool = False) -> Needs:
-        """Return the properties of an attention call that determine its use of registers.
+        """Return the properties of an attention call on which its use of registers depends.
 
         `Needs` describes the arguments and the result.
         """

@@ -40,22 +40,24 @@ LEAST = tl.constexpr(-1e30)
 
 @triton.jit
 def both(seen, limit):
-    """Return `seen & limit`, or `seen` if `limit` is None."""
+    """Return the mask `seen & limit`, or `seen` if `limit` is None."""
     return seen if limit is None else seen & limit
 
 
 @triton.jit
 def row_tiles(end_ptr, n0, offset, queries, keys, M: tl.constexpr, N: tl.constexpr):
-    """Return which tiles of query rows see the N keys from `n0` on, and which tiles need a mask.
+    """Return which tiles of M query rows see the keys n0 ... n0 + N - 1, and which need a mask.
 
-    A tile of rows needs a mask if one of its rows does not see all N keys, or if it is the last
-    tile and has fewer than M rows.
+    A tile needs a mask if one of its rows does not see all N keys. It also needs a mask if it has
+    fewer than M rows, which only the last tile can have. Documents and windows hide a key from all
+    rows after some row. For each key, `end_ptr` points to the index of the first of these rows. It
+    is None without documents and windows.
 
     Returns:
         (first, whole, full, crossing, masked, rest). The tiles from row `whole` up to row `full`
-        (excluded) need no mask. The number of tiles that need a mask is `masked`. These tiles form
-        two groups of adjacent tiles. The number of tiles in the first group is `crossing`, and its
-        first row is `first`. The first row of the second group is `rest`.
+        (excluded) need no mask. `masked` tiles need one. They form two groups of adjacent tiles.
+        The first group has `crossing` tiles and begins at row `first`. The second group has all
+        others and begins at row `rest`.
     """
     first = tl.maximum(n0 - offset, 0) // M * M
     whole = tl.minimum(tl.cdiv(tl.maximum(n0 + N - 1 - offset, 0), M), tl.cdiv(queries, M)) * M
@@ -75,9 +77,11 @@ def row_tiles(end_ptr, n0, offset, queries, keys, M: tl.constexpr, N: tl.constex
 
 @triton.jit
 def row_tile_at(tile, crossing, first, rest, end, M: tl.constexpr):
-    """Return the first row of a tile of rows that needs a mask.
+    """Return the first row of a tile of M query rows that needs a mask.
 
-    `tile` is the number of this tile among those that need a mask (see `row_tiles`).
+    `tile` is the tile's number among those that need a mask, counted from 0. `row_tiles` returned
+    `crossing`, `first` and `rest`. `end` is None without documents and windows. The second group of
+    these tiles then has at most one tile.
     """
     if end is not None:
         rest += (tile - crossing) * M
@@ -86,11 +90,11 @@ def row_tile_at(tile, crossing, first, rest, end, M: tl.constexpr):
 
 @triton.jit
 def open_decay(high_ptr, low_ptr, item, reference, keys):
-    """Return (high, low, high at `reference`, low at `reference`), the decay of one head.
+    """Return (high, low, high_r, low_r), which describe the decay of one head of one sequence.
 
     The decay at a position, divided by scale, is stored as the sum of two fp32 numbers, a high and
-    a low part. `high` and `low` are pointers to the parts for the head's first position. The last
-    two entries are loaded values.
+    a low part. `high` and `low` are pointers to the parts for the first position. `high_r` and
+    `low_r` are the values of the parts at `reference`.
 
     Args:
         item: The index of the head in the flattened dimension of sequences and heads.
@@ -104,7 +108,7 @@ def open_decay(high_ptr, low_ptr, item, reference, keys):
 def lost_at(decay, at):
     """Return (c_j - c_r) / scale for the positions j in `at`, where c is the decay.
 
-    r is the `reference` that was passed to `open_decay`, which returned `decay`.
+    `decay` is the result of a call of `open_decay`, and r is the `reference` of that call.
     """
     return (tl.load(decay[0] + at) - decay[2]) + (tl.load(decay[1] + at) - decay[3])
 
@@ -113,8 +117,8 @@ def lost_at(decay, at):
 def lost(decay, first, limit, MASKED: tl.constexpr, N: tl.constexpr):
     """Return (c_j - c_r) / scale for the N positions j from `first` on, where c is the decay.
 
-    r is the `reference` that was passed to `open_decay`, which returned `decay`. With MASKED,
-    positions from `limit` on get the value of the last position before `limit`.
+    `decay` is the result of a call of `open_decay`, and r is the `reference` of that call. With
+    MASKED, positions from `limit` on get the value of the last position before `limit`.
     """
     at = first + tl.arange(0, N)
     return lost_at(decay, tl.minimum(at, limit - 1) if MASKED else at)
@@ -122,7 +126,10 @@ def lost(decay, first, limit, MASKED: tl.constexpr, N: tl.constexpr):
 
 @triton.jit
 def load_clamped(base, first, limit, N: tl.constexpr):
-    """Load N entries from `first` on. Entries from `limit` on are copies of entry limit - 1."""
+    """Load N entries of the vector at `base`, from index `first` on.
+
+    Indices from `limit` on are replaced by limit - 1.
+    """
     return tl.load(base + tl.minimum(first + tl.arange(0, N), limit - 1))
 
 
@@ -130,7 +137,8 @@ def load_clamped(base, first, limit, N: tl.constexpr):
 def lost_by(decay, reference):
     """Return (c_j - c_r) / scale for the position r = `reference`, where c is the decay.
 
-    The positions j are those that `open_decay`, which returned `decay`, got as its `reference`.
+    `decay` is the result of a call of `open_decay`. Here the `reference` of that call is not r. It
+    holds the positions j.
     """
     high, low = tl.load(decay[0] + reference), tl.load(decay[1] + reference)
     return (decay[2] - high) + (decay[3] - low)
@@ -138,7 +146,12 @@ def lost_by(decay, reference):
 
 @triton.jit
 def null_score(sink_ptr, decay, m0, offset, keys, M: tl.constexpr):
-    """Return logit / scale of the sink's null key for each of the M rows from `m0` on."""
+    """Return the null key's logit, divided by scale, for each of the M query rows from `m0` on.
+
+    The null key is an additional key in each softmax. Its logit in row i is the sink minus c_i -
+    c_r, where c is the decay. `decay` is the result of a call of `open_decay`, and r is the
+    `reference` of that call. If there is no decay, `decay` is empty, and the logit is the sink.
+    """
     y = tl.zeros([M], dtype=tl.float32) + tl.load(sink_ptr)
     if len(decay):
         y -= lost(decay, offset + m0, keys, True, M)
@@ -155,8 +168,10 @@ class Terms:
 
     Attributes:
         first_BT: The first key that each query sees, [batch, queries] int32, contiguous.
-        sink_H: The logit of the null key.
-        decay_BHS: The decay of each key, in fp64 or fp32.
+        sink_H: The logit of each head's null key, an additional key of each softmax with the value
+            0.
+        decay_BHS: The decay c of each position, in fp64 or fp32. c_i - c_j is added to the logit of
+            query i and key j.
         position_BT: The position of each query in its document, int32, contiguous.
     """
 
@@ -167,11 +182,18 @@ class Terms:
 
     @property
     def cost_registers(self) -> bool:
-        """Whether a Triton kernel needs registers for these terms (`position_BT` needs few)."""
+        """Whether the call has a term for which a Triton kernel needs many registers.
+
+        All terms but `position_BT` need many.
+        """
         return not (self.first_BT is None and self.sink_H is None and self.decay_BHS is None)
 
     def tensors(self, scale: float) -> dict[str, Tensor]:
-        """Return a dict of the tensors that the Triton kernels read for these terms."""
+        """Return the tensors that the Triton kernels read for the call's terms, as a dict by name.
+
+        The sink and the decay are divided by `scale`. The tensors that `of_keys` returns are left
+        out.
+        """
         given = {"first": self.first_BT, "position": self.position_BT}
         found = {name: x for name, x in given.items() if x is not None}
         if self.sink_H is not None:
@@ -183,7 +205,18 @@ class Terms:
         return found
 
     def of_keys(self, keys: int) -> dict[str, Tensor]:
-        """Return a dict of the tensors that only the kernel `key_pass` uses for these terms."""
+        """Return the tensors that only the Triton kernel `key_pass` uses, as a dict by name.
+
+        If documents or a window hide keys, `end` [batch, keys] holds one row index for each key.
+        This is the first query row from which documents or the window hide the key, or the number
+        of queries if there is no such row.
+
+        If there is a decay, `ddecay` is a new tensor. `key_pass` writes the gradient of the decay
+        into it.
+
+        Args:
+            keys: The number of keys, which is the length of `end`.
+        """
         found = {}
         if self.first_BT is not None:
             key = torch.arange(keys, dtype=torch.int32, device=self.first_BT.device)
@@ -197,16 +230,18 @@ class Terms:
     def gradients(
         self, lse_BHT: Tensor, delta_BHT: Tensor, ddecay_BHS: Tensor | None, offset: int
     ) -> tuple[Tensor | None, Tensor | None]:
-        """Return the gradients of the sink and of the decay.
+        """Return the gradients of the sink and of the decay, or None for an absent term.
 
-        In each row, the gradient of the null key's logit is -p delta. p is the softmax weight of
-        the null key, and delta is the row's sum of grad_out * out. The gradients of the other keys'
-        logits add up to p delta. This sum is added to the gradient of the decay at the row's
-        position.
+        For each query, p is the softmax weight of the null key, and delta is the sum of grad_out *
+        out over the head size. (grad_out is the gradient of the output `out`.) The gradient of the
+        null key's logit is -p delta. The sum of these gradients over all queries is the sink's
+        gradient. The decay at the query's position is subtracted from the null key's logit.
+        Therefore p delta is added to the decay's gradient at this position.
 
         Args:
-            ddecay_BHS: The gradient of the decay at the positions of keys. The gradient at the
-                positions of rows is added to this tensor in place.
+            ddecay_BHS: The decay's gradient without the contributions of null keys. These
+                contributions, p delta of each query, are added in place.
+            offset: The position of the first query. The first key has the position 0.
         """
         if self.sink_H is None:
             return None, ddecay_BHS

@@ -8,9 +8,11 @@ import triton.language as tl
 
 @triton.jit
 def kept(seed, item, query, key, threshold, M: tl.constexpr, N: tl.constexpr):
-    """Return the dropout mask [M, N] of M queries starting at `query` and N keys starting at `key`.
+    """Return the dropout mask of M queries and N keys, [M, N].
 
-    An entry is true (kept) with the probability `threshold` / 2^24. `key` must be a multiple of 4.
+    The queries start at `query`, and the keys start at `key`, which must be a multiple of 4. An
+    entry is true if the query's softmax weight for the key is kept. This has the probability
+    `threshold` / 2^24.
 
     The random generator is Philox in counter mode. The random bits of a score depend only on the
     seed, on the sequence and head (`item`), on the query and on the key. They do not depend on the

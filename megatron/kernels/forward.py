@@ -35,11 +35,13 @@ def forward_tile(
     f_evaluate: tl.constexpr, DROPOUT: tl.constexpr, MASKED: tl.constexpr,
     M: tl.constexpr, N: tl.constexpr, E: tl.constexpr, P: tl.constexpr,
 ):  # fmt: skip
-    """Add a tile of keys to the running softmax of a tile of query rows.
+    """Add a tile of N keys to the running softmax of M query rows.
 
-    Return the new (top, total, acc). In each row, `top` is the largest score so far. Relative to
-    `top`, `total` is the softmax's denominator, and `acc` is the sum of v, weighted by the
-    softmax's numerators after dropout.
+    Return the new (top, total, acc). Let y be a logit divided by scale. For each row, `top` is the
+    largest y so far. The numerator of a key's softmax weight is 2^(c (y - top)), where c is scale
+    log2 e. `total` is the sum of the numerators so far. `acc` is the sum of the values v, each
+    multiplied by its numerator, or by 0 if the key is dropped. Where `top` rises, the earlier sums
+    are multiplied by 2^(c (old top - new top)).
     """
     k = load_rows(head.k, n0, head.keys, head.k_t, MASKED, N, E, P)
     s = tl.dot(q, tl.trans(k), input_precision="ieee")
@@ -68,9 +70,11 @@ def forward_pass(
     DROPOUT: tl.constexpr,
     M: tl.constexpr, N: tl.constexpr, E: tl.constexpr, P: tl.constexpr,
 ):  # fmt: skip
-    """Compute the attention output and `lse`. A program handles a tile of query rows of one head.
+    """Compute the attention output and `lse`.
 
-    The backward pass needs `lse`, the logarithm to base 2 of the softmax's denominator.
+    Each program handles M query rows of one head. It visits the keys that these rows see, N at a
+    time. `lse` is the logarithm to base 2 of each row's softmax denominator. The backward pass
+    needs it.
     """
     tiles = tl.cdiv(queries, M)
     item, m0 = open_rows(tiles, M)

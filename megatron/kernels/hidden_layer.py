@@ -33,11 +33,13 @@ from megatron.kernels.rows import gradients_of, open_head, open_rows, seen_by
 class Layer:
     """A layer of hidden units, sum_k v_k relu(w_k u + b_k), in the bias of a distance kernel.
 
-    The sum is piecewise linear in u: a line, slope * u + offset, between neighbouring knees.
+    The sum is piecewise linear in u. Knees are the inputs u at which the slope changes. Between
+    neighbouring knees, the sum is a line, slope * u + offset. Theta holds the distance kernel's
+    parameters, among them all w, b and v. The Triton kernels read one row of numbers for each head:
+    first the columns of theta, then the layer's knees, slopes and offsets.
 
     Attributes:
-        first: The number of columns of theta. The row of numbers that the Triton kernels read for a
-            head starts with these columns. The layer's knees, slopes and offsets follow.
+        first: The number of columns of theta, which is also the index of the first knee in the row.
         columns: Three tuples of indices of columns of theta: those of w, of b and of v.
     """
 
@@ -61,9 +63,12 @@ class Layer:
     def gradient(self, sums_H2R: Tensor, width: int) -> Tensor:
         """Return the gradient [heads, `width`] of the numbers that the kernels read for each head.
 
-        The gradients of slopes and offsets are the sums of `hidden_pass`. All others are 0.
+        The gradients of the layer's slopes and offsets come from `sums_H2R`. The gradients of all
+        other numbers are set to 0.
 
         Args:
+            sums_H2R: The sums that `hidden_pass` has written, added up for each head. Row 0 of a
+                head holds the gradients of the offsets, and row 1 those of the slopes.
             width: How many numbers the kernels read for a head (not the number of hidden units).
         """
         offsets_HM, slopes_HM = sums_H2R[..., : self.width + 1].unbind(1)
@@ -83,9 +88,10 @@ def step(x):
 
 @triton.jit
 def knees_within(u, knees, K: tl.constexpr):
-    """Return (begin, end), the range of knees between the smallest and the largest u of a tile.
+    """Return (begin, end). The knees begin ... end - 1 lie between the smallest and the largest u.
 
-    `knees` points to the K inputs, in rising order, at which the slope of the layer changes.
+    u is a tile of inputs of a layer of hidden units. `knees` points to the K inputs, in rising
+    order, at which the slope of the layer changes.
     """
     R: tl.constexpr = triton.next_power_of_2(K)
     k = tl.arange(0, R)
@@ -114,7 +120,10 @@ def hidden_layer(u, row, first: tl.constexpr, K: tl.constexpr):
 
 @triton.jit
 def hidden_slope(u, row, first: tl.constexpr, K: tl.constexpr):
-    """Return the derivative of `hidden_layer` with respect to u, for a tile of inputs u."""
+    """Return the derivative of `hidden_layer` with respect to u, for a tile of inputs u.
+
+    The arguments are those of `hidden_layer`.
+    """
     knees, slopes = row + first, row + first + K
     within = knees_within(u, knees, K)
     begin, end = within[0], within[1]
@@ -127,11 +136,13 @@ def hidden_slope(u, row, first: tl.constexpr, K: tl.constexpr):
 
 @triton.jit
 def add_by_line(sums, slopes, u, ds, knees, K: tl.constexpr, R: tl.constexpr):
-    """Add the sums of ds to `sums` [R] and the sums of ds u to `slopes` [R]; return both results.
+    """Add a tile's contributions to the gradients of a layer of hidden units.
 
-    u and ds are tiles: the inputs of a layer of hidden units, and the gradients of the logits. The
-    layer is piecewise linear in u, and line m lies between the knees m - 1 and m. The sums in entry
-    m of both results are over the inputs u on line m.
+    Return the new (sums, slopes). The layer is piecewise linear in its input u. Line m lies between
+    the knees m - 1 and m, where its value is slope * u + offset. The tiles `u` and `ds` hold the
+    inputs and the gradients of the logits. For each line m, the scores whose u lies on this line
+    are added up: ds to entry m of `sums` [R], and ds u to entry m of `slopes` [R]. So `sums` are
+    the gradients of the offsets, and `slopes` are the gradients of the slopes.
     """
     line = tl.arange(0, R)
     within = knees_within(u, knees, K)
@@ -156,12 +167,16 @@ def hidden_pass(
     f_prepare: tl.constexpr, f_evaluate: tl.constexpr, FIRST: tl.constexpr, K: tl.constexpr,
     DROPOUT: tl.constexpr, M: tl.constexpr, N: tl.constexpr, E: tl.constexpr, P: tl.constexpr,
 ):  # fmt: skip
-    """Compute the gradients of the slopes and offsets of a layer of hidden units.
+    """Compute the gradients of the slopes and offsets of a layer of K hidden units.
 
-    The layer is piecewise linear in its input u: a line, slope * u + offset, between neighbouring
-    knees. Each program handles one tile of query rows of one head. For each of the K + 1 lines, it
-    writes the sums of ds (for the offset) and of ds u (for the slope) to the tensor [programs, 2,
-    R] at `sums_ptr`. ds is the gradient of a logit, and R is the least power of 2 above K.
+    The layer is piecewise linear in its input u. It has K knees, at which the slope changes, and
+    therefore K + 1 lines, slope * u + offset. The gradient of a line's offset is the sum of ds over
+    the scores whose u lies on the line, where ds is the gradient of a logit. The gradient of the
+    slope is the sum of ds u over the same scores.
+
+    Each program handles M query rows of one head. It writes its sums for the offsets, and then
+    those for the slopes, to its part of the tensor [programs, 2, R] at `sums_ptr`. R is the least
+    power of 2 above K.
     """
     tiles = tl.cdiv(queries, M)
     item, m0 = open_rows(tiles, M)

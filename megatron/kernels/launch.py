@@ -69,7 +69,7 @@ def capability_of(device: torch.device) -> tuple[int, int]:
 def rows_contiguous(x: Tensor) -> Tensor:
     """Return `x` if the Triton kernels can address it, otherwise a contiguous copy.
 
-    The last dimension must be contiguous, and offsets within a tile must fit into 32 bits. The
+    They can if the last dimension is contiguous and offsets within a tile fit into 32 bits. The
     strides of sequences and heads are arbitrary.
     """
     return x if x.stride(-1) == 1 and x.stride(2) < 1 << 23 else x.contiguous()
@@ -92,6 +92,7 @@ def launch(
 
     Args:
         which: The Triton kernel, a key of `compiled_variants.PASSES`.
+        programs: The number of programs, which run the Triton kernel in parallel.
         need_theta: Whether the gradient of the distance kernel's parameters or table is needed.
         tensors: Maps names to tensors. For example, the tensor `q` provides the Triton kernel's
             arguments `q_ptr`, `q_b`, `q_h` and `q_t`.
@@ -184,14 +185,16 @@ def backward(
 def hidden_gradient(
     setting: Setting, tile: Tile, tensors: dict[str, Tensor], layer: Layer, plain_HN: Tensor
 ) -> Tensor:
-    """Return the gradient of the numbers that the Triton kernels read for each head.
+    """Return the gradient of the numbers that the Triton kernels read, [heads, numbers per head].
 
-    The distance kernel has the layer of hidden units `layer`.
+    The bias of the distance kernel contains a layer of hidden units, which `layer` describes. The
+    numbers of a head are the distance kernel's parameters (the columns of theta), and then the
+    knees, slopes and offsets of the layer.
 
     Args:
-        tile: The tile of the Triton kernel `hidden`.
+        tile: The tile sizes of the Triton kernel `hidden`.
         tensors: The tensors that all Triton kernels of the backward pass share.
-        plain_HN: The gradient of the columns of theta that are not in the layer.
+        plain_HN: The gradient of the columns of theta that are not parameters of the layer.
     """
     q, rows_HW = tensors["q"], tensors["theta"]
     heads = q.shape[1]
@@ -205,10 +208,10 @@ def hidden_gradient(
 
 
 def table_gradient(setting: Setting, tile: Tile, tensors: dict[str, Tensor]) -> Tensor:
-    """Return the gradient of the table over distances, [heads, numbers per head].
+    """Return the gradient of the table over distances, [heads, entries per head].
 
     Args:
-        tile: The tile of the Triton kernel `table`.
+        tile: The tile sizes of the Triton kernel `table`.
         tensors: The tensors that all Triton kernels of the backward pass share.
     """
     q, rows_HW = tensors["q"], tensors["theta"]

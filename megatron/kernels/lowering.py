@@ -33,7 +33,7 @@ class relu(sympy.Function):
 
 
 class hidden_slope(sympy.Function):
-    """Sympy function: the derivative of `hidden_layer` with respect to u.
+    """Sympy function: the derivative of `hidden_layer` with respect to u, its first argument.
 
     The arguments are those of `hidden_layer`.
     """
@@ -63,7 +63,11 @@ class NotExpressible(ValueError):
 
 
 def lower(expr: Any, d: sympy.Symbol) -> sympy.Expr:
-    """Rewrite log, exp and general powers with the functions `lg2` (log2 x) and `ex2` (2^x)."""
+    """Return `expr` with log, exp and powers rewritten by the functions that a GPU has.
+
+    Logarithms become `lg2` (log2 x). Exponentials become `ex2` (2^x), and so do powers that
+    `direct` does not accept. `d` is the symbol of the distance.
+    """
     if not expr.args:
         return expr
     args = [lower(arg, d) for arg in expr.args]
@@ -99,7 +103,7 @@ def layers(expr: sympy.Expr, theta: tuple[sympy.Symbol, ...]) -> tuple | None:
 
 
 def exponential(expr: sympy.Expr, d: sympy.Symbol) -> bool:
-    """Return whether `expr` has d in an exponent.
+    """Return whether `expr` has the distance d in an exponent.
 
     If so, 1 / `expr` is computed by `rcp_any`, a reciprocal that also accepts infinities.
     """
@@ -107,10 +111,12 @@ def exponential(expr: sympy.Expr, d: sympy.Symbol) -> bool:
 
 
 def confirm_power(power: sympy.Pow, d: sympy.Symbol) -> None:
-    """Check that a power x^y may be computed as 2^(y log2 x) for every theta and distance d.
+    """Check that the generated code computes a power x^y correctly for every theta and distance d.
 
-    One of these conditions must hold:
+    The code computes the power as 2^(y log2 x), unless `direct` accepts y. One of these conditions
+    must hold:
 
+    - `direct` accepts y;
     - x is always positive;
     - y is a number, and x is never negative;
     - y > 0, x depends only on d, and x is 0 only at d = 0.
@@ -140,11 +146,12 @@ def direct(exponent: sympy.Expr) -> bool:
 def log2(arg: sympy.Expr, lowered: sympy.Expr, d: sympy.Symbol) -> sympy.Expr:
     """Return the logarithm of `lowered` to base 2, as an expression.
 
-    If the value of `arg` at d = 0 may be 0 but not negative, log2 0 is replaced by a finite number.
+    If the value of `arg` at the distance d = 0 may be 0 but not negative, the logarithm of 0 is
+    replaced by a finite number.
 
     Args:
         arg: The expression before `lower` has rewritten it.
-        lowered: The expression after `lower` has rewritten it.
+        lowered: The same expression after `lower` has rewritten it.
     """
     near = arg.subs(d, 0)  # not guarded if it may be negative, because NaN must be visible
     guarded = near.is_nonnegative and not near.is_positive

@@ -46,10 +46,11 @@ in its document, if the distance kernel depends on it."""
 
 @triton.jit
 def open_rows(tiles, M: tl.constexpr):
-    """Return the item (sequence and head) and the first of the M rows that this program handles.
+    """Return (item, m0): this program handles the M query rows from `m0` on of the pair `item`.
 
-    Programs are ordered by item, then by tile of rows. Each item has `tiles` tiles. The last tile
-    comes first, because its rows see the most keys.
+    `item` is the number of a pair (sequence, head). The rows of each pair are divided into `tiles`
+    tiles. Programs are ordered by pair, then by tile. The last tile comes first, because its rows
+    see the most keys.
     """
     return tl.program_id(0) // tiles, (tiles - 1 - tl.program_id(0) % tiles) * M
 
@@ -60,7 +61,7 @@ def open_head(
     heads, group, queries, keys, offset, width, scale, threshold, rescale,
     f_prepare: tl.constexpr, DROPOUT: tl.constexpr,
 ):  # fmt: skip
-    """Return the `Head` of the pair (sequence, head) with the number `item`."""
+    """Return the `Head` of a program. `item` is the number of its pair (sequence, head)."""
     b, h = (item // heads).to(tl.int64), item % heads
     h_q, h_k = h.to(tl.int64), (h // group).to(tl.int64)
     k, v = k_ptr + b * k_b + h_k * k_h, v_ptr + b * v_b + h_k * v_h
@@ -73,10 +74,10 @@ def open_head(
 
 @triton.jit
 def seen_by(head, m0, first_ptr, high_ptr, low_ptr, position_ptr, M: tl.constexpr, N: tl.constexpr):
-    """Return the `KeyTiles` and the `RowTerms` of the M rows from `m0` on.
+    """Return (`KeyTiles`, `RowTerms`) for the M query rows from `m0` on.
 
-    `KeyTiles` are the tiles of keys that the rows see. `RowTerms` hold the first key that each row
-    sees, the decay, and the position of each row in its document.
+    `KeyTiles` describes the tiles of N keys that the rows see. `RowTerms` holds the first key that
+    each row sees, the decay, and the position of each row in its document.
     """
     offset, queries = head.offset, head.queries
     last, past = tl.minimum(offset + m0 + M, offset + queries), (offset + m0 + 1) // N * N
@@ -98,10 +99,13 @@ def seen_by(head, m0, first_ptr, high_ptr, low_ptr, position_ptr, M: tl.constexp
 def ends_of(seen, MASKED: tl.constexpr):
     """Return the begin and the end of a loop over tiles of keys.
 
-    Without MASKED, the loop visits the tiles that need no mask. With MASKED, it visits the tiles
-    that need one. These form two groups: from `seen.begin` to `seen.lead`, and from `seen.past` to
-    `seen.last`. The loop variable is the first key of a tile. In the first group, past - lead is
-    added to it, so that a single loop can visit both groups. `key_tile_at` subtracts this again.
+    The loop variable is the first key of a tile. Without MASKED, the loop visits the tiles that
+    need no mask, from `seen.lead` to `seen.past`.
+
+    With MASKED, the loop visits the tiles that need a mask. They form two groups: from `seen.begin`
+    to `seen.lead`, and from `seen.past` to `seen.last`. So that a single loop can visit both
+    groups, the first group is moved up to the second: past - lead is added to the loop variable.
+    `key_tile_at` subtracts it again.
     """
     if MASKED:
         return seen.past - (seen.lead - seen.begin), seen.last
@@ -111,10 +115,11 @@ def ends_of(seen, MASKED: tl.constexpr):
 
 @triton.jit
 def key_tile_at(n, seen, terms, MASKED: tl.constexpr):
-    """Return the first key of a tile, where `n` is the variable of a loop over tiles of keys.
+    """Return the first key of the tile that a loop over tiles visits at step `n`.
 
-    `ends_of` describes this loop. With MASKED and n < `seen.past`, the tile is in the first of two
-    groups, and its first key is n - (past - lead). Otherwise, its first key is n.
+    `n` is the variable of the loop that `ends_of` describes. With MASKED and n < `seen.past`, the
+    tile is in the first of the loop's two groups, and its first key is n - (past - lead).
+    Otherwise, its first key is n.
     """
     if MASKED and len(terms.first):
         n = tl.where(n < seen.past, n - (seen.past - seen.lead), n)
@@ -128,8 +133,9 @@ def logits_of(
 ):  # fmt: skip
     """Return (results of `f_evaluate`, y, mask) for a tile of query-key products s [M, N].
 
-    y is the logit divided by scale. The mask is true where a row sees a key. Without MASKED, all
-    rows see all keys, and the mask must not be used. SHARED is the argument of `spread`.
+    The tile has the M query rows from `m0` on and the N keys from `n0` on. y [M, N] are the logits
+    divided by scale. The mask is true where a row sees a key. Without MASKED, all rows see all
+    keys, and the mask must not be used. SHARED is an argument of `spread`.
     """
     start = head.offset + m0 - n0
     i, j = start + tl.arange(0, M)[:, None], tl.arange(0, N)[None, :]
@@ -152,10 +158,10 @@ def gradients_of(
 ):  # fmt: skip
     """Return (results of `f_evaluate`, p, ds) for a tile of query-key products s [M, N].
 
-    p are the softmax weights, and ds are the gradients of the logits. dp [M, N] are the products
-    do_i . v_j, where do_i is the gradient of the output of row i. `lse` [M] is the logarithm to
-    base 2 of each row's softmax denominator. `delta` [M] is do_i . o_i, where o_i is the output of
-    row i. The other arguments are those of `logits_of`.
+    p [M, N] are the softmax weights before dropout, and ds [M, N] are the gradients of the logits.
+    dp [M, N] are the products do_i . v_j, where do_i is the gradient of the output of row i. `lse`
+    [M] is the logarithm to base 2 of each row's softmax denominator. `delta` [M] is do_i . o_i,
+    where o_i is the output of row i. The other arguments are those of `logits_of`.
     """
     logits = logits_of(s, head, terms, m0, n0, f_evaluate, SHARED, MASKED, M, N)
     e, y, mask = logits  # in two statements, for basedpyright

@@ -57,18 +57,21 @@ def evaluate_both(s, di, dj, d, c, row):
 
 
 def device_functions(bias: bool, weight: bool) -> DeviceFunctions:
-    """Return the device functions for a table of the bias b, of the factor w, or of both."""
+    """Return the device functions for a distance kernel that is given by a table.
+
+    `bias` and `weight` say whether the table contains the bias b and the factor w.
+    """
     evaluate = {(1, 0): evaluate_bias, (0, 1): evaluate_weight, (1, 1): evaluate_both}
     return DeviceFunctions(prepare, evaluate[bias, weight], weight, tabulated=True, biased=bias)
 
 
 @triton.jit
 def by_distance(x, R: tl.constexpr):
-    """Sum the entries of the square tile x at each query-key distance. Return two vectors [R].
+    """Sum the entries of the square tile x [R, R] at each query-key distance.
 
-    x has R rows and R columns. Row r and column c are at distance D + r - c, where D is the
-    distance of the upper left corner. Entry e of the first vector is the sum at distance D + e.
-    Entry e of the second vector is the sum at distance D + e - R.
+    Return two vectors [R]. The entry in row r and column c is at distance D + r - c, where D is the
+    distance of the upper left entry. Element e of the first vector is the sum of the entries at
+    distance D + e. Element e of the second vector is the sum of the entries at distance D + e - R.
     """
     r = tl.arange(0, R)[:, None]
     e = tl.arange(0, R)[None, :]
@@ -87,7 +90,8 @@ def store_sums(pointers, near, far, R: tl.constexpr):
 def load_inside(base, row, inside, stride, E: tl.constexpr, P: tl.constexpr):
     """Load rows of a tensor with E columns, and pad them to P columns with zeros.
 
-    `row` holds the indices of the rows. Rows where `inside` is false become zeros.
+    `row` holds the indices of the rows, which are `stride` elements apart in memory. Rows where
+    `inside` is false become zeros.
     """
     column = tl.arange(0, P)[None, :]
     pointers = base + row.to(tl.int64)[:, None] * stride + column
@@ -100,7 +104,11 @@ def tile_gradients(
     f_evaluate: tl.constexpr, DROPOUT: tl.constexpr,
     R: tl.constexpr, E: tl.constexpr, P: tl.constexpr,
 ):  # fmt: skip
-    """Return, for a square tile, the scores s and the gradients ds of the logits."""
+    """Return the query-key products s [R, R] and the gradients ds [R, R] of the logits of a tile.
+
+    The tile has the R query rows from `m0` on and the R keys from `n0` on. `m0` may be negative.
+    Where a row does not exist or does not see a key, ds is 0.
+    """
     offset, queries, keys = head.offset, head.queries, head.keys
     i = m0 + tl.arange(0, R)
     column = tl.arange(0, R)
@@ -143,9 +151,14 @@ def table_pass(
     WEIGHTED: tl.constexpr, DROPOUT: tl.constexpr,
     R: tl.constexpr, E: tl.constexpr, P: tl.constexpr,
 ):  # fmt: skip
-    """Compute the gradients of the tables of b and w, as sums over scores at the same distance.
+    """Compute partial sums of the gradients of tables over query-key distances.
 
-    Each program handles the tiles of one head whose upper left corners are at the same distance.
+    There is a table of the distance kernel's bias b, of its factor w, or of both. The gradient at a
+    distance is a sum over all scores at this distance.
+
+    Tiles have R query rows and R keys. Each program handles one head of one sequence and one
+    distance D. It visits the tiles whose upper left entry is at distance D. The entries of such a
+    tile are at the distances D - R + 1 ... D + R - 1.
     """
     tiles = tl.cdiv(offset + queries, R)
     item = tl.program_id(0) // tiles

@@ -26,7 +26,10 @@ from megatron.kernels.device import INTERPRETED
 
 @dataclass(frozen=True)
 class Tile:
-    """The tile of a Triton kernel, M query rows by N keys, with its warps and pipeline stages.
+    """The tile of a Triton kernel, M query rows by N keys.
+
+    `warps` and `stages` are the numbers of warps and of pipeline stages with which the Triton
+    kernel is compiled.
 
     The kernel `table_pass` has square tiles of M rows and M keys, whatever N is.
     """
@@ -67,7 +70,7 @@ class Needs(NamedTuple):
 
 
 def sizes(*four: tuple[int, int, int, int]) -> TileSizes:
-    """Return the `TileSizes` whose fields are these tuples (M, N, warps, stages), in order."""
+    """Return a `TileSizes`, given (M, N, warps, stages) for each of its fields, in order."""
     return TileSizes(*(Tile(*each) for each in four))
 
 
@@ -194,10 +197,10 @@ def choose(
 
 @lru_cache
 def look_up(family: int, itemsize: int, size: int, needs: Needs) -> TileSizes:
-    """Return the tile sizes for the smallest listed head size of at least `size`.
+    """Return the tile sizes for the smallest head size in `TABLE` that is at least `size`.
 
-    `TABLE` has separate entries for calls with `heavy` or `dropout`. A head size without such an
-    entry gets the sizes for calls with neither.
+    `TABLE` has separate entries for calls that are heavy or have dropout (see `Needs`). For a head
+    size without such an entry, these calls get the tile sizes of the other calls.
 
     Args:
         family: The GPU family, a key of `TABLE`.

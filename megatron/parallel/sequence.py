@@ -35,7 +35,7 @@ class SequenceSplit:
 
     @property
     def slices(self) -> int:
-        """The number of slices of the full sequence: the size of `cp` times `tp_slices`."""
+        """The number of slices of a sequence: the size of the context group times `tp_slices`."""
         return self.cp.size * self.tp_slices
 
     def padded(self, tokens_BT: torch.Tensor) -> torch.Tensor:

@@ -89,7 +89,7 @@ class PositionalEmbedding(FixedValue):
         return (self,)
 
     def has(self, kind: Kind) -> bool:
-        """Return whether the embedding, or a term of the combination, is of this kind."""
+        """Return whether this embedding, or a term of it if it is a combination, has this kind."""
         return any(term.kind == kind for term in self.terms)
 
     @property

@@ -17,9 +17,10 @@ from megatron.positional.base import PositionalEmbedding
 
 
 class ForgetGate(PositionalEmbedding):
-    """Forget gate sigmoid(w . x + b) of a token's hidden state x. There are no parameters theta.
+    """Forget gate f = sigmoid(w . x + b) of a token's hidden state x.
 
-    Each layer of the model has its own w and b, which belong to the layer, not to this class.
+    Each layer of the model has its own w and b. They belong to the layer, so this class has no
+    parameters theta.
     """
 
     kind = "gate"
@@ -27,8 +28,9 @@ class ForgetGate(PositionalEmbedding):
     def decay(self, gate_BHT: Tensor) -> Tensor:
         """Return the decay c [batch, heads, positions] in fp64.
 
-        c is a sum over all positions so far, so it is large in a long sequence. Attention uses the
-        differences c_i - c_j, which would lose digits in fp32.
+        c_i is the sum of log f over the positions up to i, where f is the forget gate. In a long
+        sequence c is large. Attention uses the differences c_i - c_j, which would lose digits in
+        fp32.
 
         Args:
             gate_BHT: The gates before the sigmoid, w . x + b, in any floating dtype.

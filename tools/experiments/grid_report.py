@@ -38,7 +38,8 @@ _LATEX = {"±": r"$\pm$", "†": r"$^\dagger$"}
 class Section:
     """A part of a report, with a table and a plot.
 
-    The table has a row for each value of one axis. The section has one value of every other axis.
+    An axis is a setting that differs between the runs of a grid. The table has a row for each value
+    of one axis. All runs in a section have the same value of every other axis.
 
     Attributes:
         table: The formatted results, with a column for each length.
@@ -61,6 +62,8 @@ def sections(
     Args:
         results: The table that `results.of_grid` or `results.of_folders` returns.
         moved: The table of `moved_theta.of_runs`.
+        rows: The axis whose values are the rows of the tables.
+        metric: The name of the metric that the tables show.
         grid: The grid of the results; None for single run folders.
         against_paper: Whether the tables also show the paper's numbers.
     """

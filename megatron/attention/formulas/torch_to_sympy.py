@@ -27,8 +27,8 @@ class Unreadable(ValueError):
 class Columns(tuple):
     """Some columns of theta, as a tuple with one sympy symbol per column.
 
-    In the traced operations, the columns form a tensor [heads, columns]. `Reader` replaces that
-    tensor by this tuple.
+    Theta holds the distance kernel's parameters. In the traced operations, the columns form a
+    tensor [heads, columns]. `Reader` replaces that tensor by this tuple.
     """
 
 
@@ -154,7 +154,7 @@ def exact(value: float) -> Any:
 
 @lru_cache(maxsize=1)
 def elementary() -> dict[str, Callable[..., Any]]:
-    """Return a dictionary from torch's names of operations to their sympy counterparts."""
+    """Return a dict from the names of torch's operations to equivalent sympy functions."""
     import sympy as sp
 
     from megatron.kernels.lowering import hidden_layer, relu

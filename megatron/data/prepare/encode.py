@@ -60,7 +60,7 @@ class Encoded:
         sizes: For each of `EncodeOptions.keys`, the number of tokens in each document, int32
             [documents].
         tokens: For each of `EncodeOptions.keys`, the tokens of all documents, [sum of the sizes].
-        counts: Maps each name in `CHUNK_COUNTS`, such as "documents", to its number in this chunk.
+        counts: Maps each name in `CHUNK_COUNTS`, such as "documents", to the count for this chunk.
         faults: A printable text for each faulty record, with the record's place and the reason.
         documents: The pair (text, meta data) of each document of the first key. Empty if the
             `Encoder` does not keep documents.

@@ -46,9 +46,10 @@ class State:
 
     @property
     def kept(self) -> list:
-        """The arguments of `rewind` for the writer of each shard, then for the archive's writer.
+        """For each writer, the arguments with which a resumed run calls the method `rewind`.
 
-        They say how much of each output was complete when the journal was written.
+        The writers of the shards come first, and the writer of the archive is last. The arguments
+        say how much of each output was complete when the journal was written.
         """
         return [*self.written, [self.archive]]
 

@@ -193,8 +193,8 @@ class ShardWriter(AbstractContextManager["ShardWriter"]):
         """Open PREFIX.bin.part. Create its folder if the folder does not exist.
 
         Raises:
-            ShardError: The folder, or a folder above it, cannot be made because a file has its
-                name.
+            ShardError: The folder cannot be made, because a file has the same path as the folder
+                or as a folder above it.
         """
         folder = self._part.parent
         if any(path.exists() and not path.is_dir() for path in (folder, *folder.parents)):

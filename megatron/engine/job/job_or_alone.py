@@ -15,7 +15,10 @@ from megatron.parallel.groups import Groups, build_groups
 
 
 def job_or_alone(config: Config) -> AbstractContextManager[Groups]:
-    """Return a context manager that joins torchrun's job, or starts a job of this process alone."""
+    """Return a context manager that joins the job which torchrun started.
+
+    If torchrun did not start this process, the job consists of this process alone.
+    """
     if "RANK" in os.environ:
         from megatron.engine.job.join import joined_job
 

@@ -127,8 +127,8 @@ def _take(folder: Path, key: str) -> tuple[Path, str]:
     """Take the lease of `folder` for this process; return the path and the content of the lease.
 
     Raises:
-        CheckpointError: Another process holds the lease and is alive, or something else prevents
-            this process from taking the lease for LONGEST_WAIT seconds.
+        CheckpointError: Another process holds the lease and is alive, or this process could not
+            take the lease within LONGEST_WAIT seconds for another reason.
     """
     deadline = time.monotonic() + LONGEST_WAIT
     while time.monotonic() < deadline:
@@ -156,7 +156,7 @@ def _make(folder: Path) -> None:
     """Create the folder unless it exists.
 
     Raises:
-        OSError: The folder cannot be created, for example because a file has its name.
+        OSError: The folder cannot be created, for example because `folder` is a file.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)

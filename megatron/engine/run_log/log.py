@@ -51,7 +51,7 @@ class RunLog:
 
     Raises:
         RunLogError: Weights & Biases could not be started, the package tensorboard is missing, or
-            its folder cannot be written.
+            the folder for TensorBoard's event files cannot be written.
     """
 
     def __init__(
@@ -158,10 +158,11 @@ class RunLog:
                 self.line(f"{sink.about}: not written any more, training goes on: {error}")
 
     def _restart_tensorboard(self, step: int | None) -> None:
-        """Make TensorBoard show what `metrics.jsonl` contains, if the run continues from `step`.
+        """Make TensorBoard show what `metrics.jsonl` contains when a run continues from `step`.
 
-        TensorBoard hides its events of `step` and later steps. The rows of `step` in
-        `metrics.jsonl` are then sent to TensorBoard again.
+        First, the earlier events of `step` and of all later steps are hidden in TensorBoard. Then
+        the rows of `step` in `metrics.jsonl` are sent to TensorBoard again. If `step` is None, no
+        events are hidden and no rows are sent.
         """
         boards = [sink for sink in self._sinks if isinstance(sink, TensorBoard)]
         if not boards:

@@ -42,8 +42,8 @@ class LossGuard(Hook):
     """Checks the loss and the gradient of each step, and can skip the update of a bad step.
 
     A step is bad if its loss or gradient is not finite, or if its loss is too far above the average
-    loss of the good steps. A checkpoint records this average as the state of this object. If it
-    records none, a new average starts with the next step.
+    loss of the good steps. A checkpoint records this average as the state of this object. After
+    a checkpoint without such an average, a new average starts with the next step.
 
     Args:
         training: The config section with `on_bad_loss` and `loss_spike_threshold`. Updates are only
@@ -156,17 +156,17 @@ class LossGuard(Hook):
 
 @contextmanager
 def explained_overflow(engine: deepspeed.DeepSpeedEngine, step: int) -> Iterator[None]:
-    """Raise an error if fp16 gradients overflow in the `with` block at the least loss scale.
+    """Raise an error if fp16 gradients overflow although the loss scale is at its minimum.
 
-    The block takes one training step. After an overflow, DeepSpeed skips the step and lowers the
-    loss scale. If the loss scale cannot become lower, DeepSpeed raises an unclear error under ZeRO.
-    Without ZeRO, it raises no error and skips every later step.
+    The `with` block takes one training step. After an overflow, DeepSpeed skips the step and lowers
+    the loss scale. If the loss scale is at its minimum, DeepSpeed under ZeRO raises an unclear
+    error. Without ZeRO, DeepSpeed raises no error and skips every later step.
 
     Args:
         step: The number of the step, for the error message.
 
     Raises:
-        DivergedError: The gradients overflow at the least loss scale.
+        DivergedError: The gradients overflow although the loss scale is at its minimum.
     """
     optimizer: Any = engine.optimizer  # its class depends on the precision and the ZeRO stage
     scaling = getattr(optimizer, "loss_scale_config", None)  # exists only without ZeRO

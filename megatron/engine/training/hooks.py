@@ -25,8 +25,8 @@ class Step:
     Attributes:
         number: The number of the step, counted from 1.
         lr: The learning rate of the step.
-        loss: This rank's loss of the step, a 0-d tensor. The mean over the data-parallel ranks is
-            the loss of the step.
+        loss: This rank's loss, a 0-d tensor. The loss of the step is the mean of this loss over the
+            data-parallel ranks.
         norm: The L2 norm of the gradient before clipping; None if it is not known.
         consumed_samples: The number of samples that the run has read, this step included.
         batch_size: The number of samples in a step, of all ranks.

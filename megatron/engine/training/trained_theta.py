@@ -89,10 +89,10 @@ class TrainedTheta:
             self._projected.append(bounded_HN)
 
     def columns(self) -> dict[str, Tensor]:
-        """Return theta of all heads as the last call of `project` left it, by parameter name.
+        """Return theta of all heads, as a dict from parameter names to tensors.
 
-        The function `named_theta` describes the dict. It is empty on a rank without theta, and
-        before the first call of `project`.
+        The values are those after the last call of `project`. The function `named_theta` describes
+        the dict. The dict is empty on a rank without theta, and before the first call of `project`.
         """
         theta_HN = self._of_all_heads(self._projected)
         return {} if theta_HN is None else named_theta(self.pos, theta_HN)

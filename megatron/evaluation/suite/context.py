@@ -97,8 +97,7 @@ def receptive_field(subject: Subject, sample: Sample, full_nT: np.ndarray) -> Me
 def field_of(rows: list[Row]) -> tuple[int, int]:
     """Return (receptive field, context with the lowest loss), both in tokens.
 
-    The receptive field is the shortest context whose loss is at most the fraction `MARGIN` above
-    the lowest loss.
+    The receptive field is the shortest context with loss <= (1 + MARGIN) * lowest loss.
 
     Args:
         rows: The rows of the measure `receptive_field`.

@@ -11,7 +11,7 @@ def verdict(measures: list[Measure]) -> list[str]:
     """Return sentences that sum up the measures of one model.
 
     The first sentence says how much context the model uses, judged by its receptive field. This is
-    the shortest context whose loss is at most the fraction `MARGIN` above the lowest loss.
+    the shortest context with loss <= (1 + MARGIN) * lowest loss.
     """
     found = {measure.name: measure for measure in measures}
     rows = found["receptive_field"].rows
