@@ -19,6 +19,7 @@ of theta, the distance kernel's parameters.
 from __future__ import annotations
 
 from dataclasses import replace
+from operator import index
 from typing import Any
 
 import torch
@@ -224,12 +225,15 @@ def _layout(call: Call) -> tuple:
 
 def conditions(call: Call) -> dict[str, Any]:
     """Return the properties of the call by which a backend is chosen, as arguments of `choose`."""
+    drops = False  # the branch and `index` make numbers constant that torch.compile left open
+    if call.dropout_p > 0.0:
+        drops = True
     return {
         "device_type": call.q_BHTE.device.type,
         "dtype": call.q_BHTE.dtype,
         "training": wants_gradients(call),
-        "dropout": call.dropout_p > 0.0,
-        "head_size": call.q_BHTE.shape[-1],
+        "dropout": drops,
+        "head_size": index(call.q_BHTE.shape[-1]),
         "masked": call.masked,
         "decays": call.decay_BHS is not None,
     }

@@ -74,9 +74,9 @@ def attend(
         query_offset=query_offset, decay_BHS=decay_BHS, starts_BS=starts_BS, window=window,
         positions_BT=positions_BT,
     )  # fmt: skip
-    name = name_of_choice(backend, pos, **conditions(call))
+    name = name_of_choice(_serving_transforms(backend), pos, **conditions(call))
     check(call)
-    if not torch.compiler.is_compiling() and call.q_BHTE.device.type != "meta":
+    if _has_values(call.q_BHTE):
         _check_values(call)
     out_BHTE = computed(named(name, pos), call)
     return out_BHTE[..., :value_size] if value_size < size else out_BHTE
@@ -135,6 +135,30 @@ def _rotated(
             "give attend an embedding without rotary"
         )
     return pos.turn(q_BHTE, positions_BT, None, 1e4), pos.turn(k_BKSE, key_positions, None, 1e4)
+
+
+def _has_values(x: Tensor) -> bool:
+    """Return whether the host can read the numbers in tensors such as `x` now."""
+    return not (torch.compiler.is_compiling() or _is_transformed() or x.is_meta)
+
+
+def _is_transformed() -> bool:
+    """Return whether torch.func is transforming the caller (`grad`, `vmap` and so on)."""
+    functorch = torch._C._functorch  # pyright: ignore[reportAttributeAccessIssue]
+    return functorch.peek_interpreter_stack() is not None
+
+
+def _serving_transforms(backend: str) -> str:
+    """Return `backend`, or `eager` for `auto` while torch.func transforms the caller.
+
+    Raises:
+        AttentionError: The backend does not work under such a transformation.
+    """
+    if torch.compiler.is_compiling() or backend == "eager" or not _is_transformed():
+        return backend
+    if backend != "auto":
+        raise AttentionError(f"{backend} does not work in torch.func; use eager, or auto")
+    return "eager"
 
 
 def _check_values(call: Call) -> None:

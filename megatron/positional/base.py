@@ -79,7 +79,7 @@ class PositionalEmbedding(FixedValue):
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
-        overridden = [kind for method, kind in KIND_OF.items() if method in vars(cls)]
+        overridden: list[Kind] = [kind for method, kind in KIND_OF.items() if method in vars(cls)]
         if cls.kind == "none" and "kind" not in vars(cls) and overridden:
             cls.kind = overridden[0]
 

@@ -28,23 +28,26 @@ class FixedValue(metaclass=_Fixed):
     a tuple of such is equal only to itself.
     """
 
+    _key: Any
+    _hash: int
+
     def changed(self, **attributes: Any) -> Self:
         """Return a copy of this object with other values of these attributes."""
         made = copy.copy(self)
-        made.__dict__.update(attributes)
+        vars(made).update(attributes)
         made.fix()
         return made
 
     def fix(self) -> None:
         """Compute what `==` compares. From then on, no attribute can be set."""
-        fields = self.__dict__
+        fields = vars(self)
         fields.pop("_key", None)
         fields.pop("_hash", None)
         fields["_key"] = self.identity()
         fields["_hash"] = hash((type(self), fields["_key"]))
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)  # of a copy or a pickle, perhaps from another process
+        vars(self).update(state)  # of a copy or a pickle, perhaps from another process
         self.fix()
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -56,16 +59,16 @@ class FixedValue(metaclass=_Fixed):
         super().__setattr__(name, value)
 
     def __eq__(self, other: object) -> bool:
-        if self is other or type(self) is not type(other):
-            return self is other
-        return self.__dict__["_key"] == other.__dict__["_key"]
+        if not isinstance(other, FixedValue) or type(self) is not type(other):
+            return False
+        return self is other or self._key == other._key
 
     def __hash__(self) -> int:
-        return self.__dict__["_hash"]
+        return self._hash
 
     def identity(self) -> Any:
         """Return what decides whether two objects of the class are equal, as a hashable value."""
-        values = tuple(sorted(self.__dict__.items()))
+        values = tuple(sorted(vars(self).items()))
         return values if all(_is_plain(value) for _, value in values) else id(self)
 
 

@@ -231,3 +231,33 @@ def test_a_formula_for_flex_attention(pos):
     mask = create_block_mask(lambda b, h, i, j: i + 4 >= j, None, None, 3, 7, device="cpu")
     got = flex_attention(q, k, v, score_mod=score_mod, block_mask=mask)
     torch.testing.assert_close(got, attend(q, k, v, pos, theta, query_offset=4))
+
+
+def test_one_compiled_graph_serves_all_lengths():
+    theta = KERPLE.initial_theta(4)
+
+    def call(q, k, v):
+        return attend(q, k, v, KERPLE, theta)
+
+    compiled = torch.compile(call, dynamic=True, fullgraph=True, backend="eager")
+    for length in (9, 13, 33):
+        q, k, v = (x.float() for x in inputs(length, length))
+        with torch.compiler.set_stance("default" if length == 9 else "fail_on_recompile"):
+            torch.testing.assert_close(compiled(q, k, v), call(q, k, v))
+
+
+def test_transforms_of_torch_func():
+    q, k, v = inputs()
+    theta = KERPLE.initial_theta(4).double()
+
+    def loss(theta, q=q, backend="auto"):
+        return attend(q, k, v, KERPLE, theta, backend=backend).square().sum()
+
+    leaf = theta.clone().requires_grad_()
+    loss(leaf).backward()
+    torch.testing.assert_close(torch.func.grad(loss)(theta), leaf.grad)
+    several = torch.stack([q, 2 * q])
+    losses = torch.func.vmap(lambda q: loss(theta, q))(several)
+    torch.testing.assert_close(losses, torch.stack([loss(theta, x) for x in several]))
+    with pytest.raises(AttentionError, match="blocked does not work in torch.func; use eager"):
+        torch.func.grad(lambda theta: loss(theta, backend="blocked"))(theta)
