@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+import re
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from megatron.attention import AttentionError, attend, choose, score_mod_of, sta
 from megatron.attention.direct_call import DEBUG
 from megatron.attention.formulas import trace
 from megatron.positional import Combination, PositionalEmbedding, ThetaParameter, load
+from tests.helpers.paths import ROOT
 
 KERPLE = load("kerple_log")
 
@@ -261,3 +263,17 @@ def test_transforms_of_torch_func():
     torch.testing.assert_close(losses, torch.stack([loss(theta, x) for x in several]))
     with pytest.raises(AttentionError, match="blocked does not work in torch.func; use eager"):
         torch.func.grad(lambda theta: loss(theta, backend="blocked"))(theta)
+
+
+def test_the_documented_model_learns():
+    """The code of docs/attention.md runs as it stands, and the model copies."""
+    page = (ROOT / "docs" / "attention.md").read_text()
+    first, second = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    found: dict = {}
+    exec(first, found)
+    assert found["theta"].grad.abs().min() > 0
+    found = {}
+    exec(second, found)
+    assert found["loss"].item() < 1.0  # a guess has log(16) = 2.77
+    lines = [line for line in second.splitlines() if line.strip()]
+    assert len(lines) < 50 and sum(len(line) > 100 for line in lines) == 0

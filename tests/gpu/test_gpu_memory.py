@@ -11,7 +11,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 from megatron.attention import attend
-from megatron.positional import load
+from megatron.positional import load, within_bounds
 from tests.kernels.cases import TOLERANCE, Case, assert_close
 
 pytestmark = pytest.mark.gpu
@@ -34,6 +34,7 @@ def big(name: str, batch: int, heads: int, length: int, size: int = 64) -> Case:
     inputs = [x.requires_grad_() for x in (q, k, v)]
     if pos.kind == "distance":
         theta = pos.initial_theta(heads, torch.Generator().manual_seed(0)) + 0.02
+        theta = within_bounds(theta, pos.parameters)
         inputs.append(theta.to(DEVICE).requires_grad_())
     return Case(pos, inputs, grad)
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 
 from megatron.attention import attend
-from megatron.positional import PositionalEmbedding, load
+from megatron.positional import PositionalEmbedding, load, within_bounds
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 LENGTH, SIZE = (333, 64) if DEVICE == "cuda" else (40, 16)
@@ -72,6 +72,7 @@ def make(
     if pos.kind == "distance":
         theta = pos.initial_theta(heads, generator)
         theta = theta + 0.05 * torch.rand(heads, 1, generator=generator)
+        theta = within_bounds(theta, pos.parameters)
         inputs.append(theta.to(DEVICE).requires_grad_(pos.learnable))
     return Case(pos, inputs, draw(heads, queries).detach())
 
