@@ -1,0 +1,148 @@
+"""Count the mutants that the tests find: `python -m tests.mutation --seed 27 --mutants 300`.
+
+It draws changes of the code (mutants) by the operators of cosmic-ray, and runs on each only the
+tests of its file (`covering_tests.py`), in a copy of the tree. First run the tests that take less
+than 8 seconds each; a mutant that survives these is run with the slow tests if `--slow` is given.
+
+The log gets a line for each mutant: verdict, seconds, place, operator, old and new line, and the
+test that found it. A log that exists is continued: mutants with a verdict are not run again.
+`--again` instead runs the survivors of the log again, on the code of today. Write `equivalent` and
+the reason into the line of a mutant that computes the same.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import platform
+import subprocess
+import sys
+import time
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+
+from megatron import entry
+from tests.mutation.covering_tests import mutated_files, tests_of
+from tests.mutation.mutants import Mutant, draw, found_again
+from tests.mutation.server import Server
+
+ROOT = Path(__file__).parents[2]
+KILLED, SLOWLY, SURVIVED, EQUIVALENT, GONE = "killed", "slowly", "survived", "equivalent", "gone"
+
+
+@dataclass
+class Row:
+    """A line of the log."""
+
+    verdict: str
+    seconds: str
+    place: str
+    operator: str
+    before: str
+    after: str
+    note: str = ""
+
+    @property
+    def key(self) -> tuple[str, ...]:
+        return self.place, self.operator, self.before, self.after
+
+    @property
+    def mutant(self) -> Mutant:
+        file, _, line = self.place.partition(":")
+        return Mutant(file, int(line), self.operator, self.before, self.after)
+
+    def text(self) -> str:
+        return "\t".join(vars(self).values())
+
+
+def read(log: Path) -> tuple[list[str], list[Row]]:
+    """Return the comments and the rows of a log; both are empty if it does not exist."""
+    lines = log.read_text(encoding="utf-8").splitlines() if log.exists() else []
+    comments = [line for line in lines if line.startswith("#")]
+    return comments, [Row(*line.split("\t")) for line in lines if line not in comments]
+
+
+def summary(rows: list[Row]) -> str:
+    """Return the number of mutants with each verdict, and the rate of those found."""
+    counts = Counter(row.verdict for row in rows)
+    counted = len(rows) - counts[EQUIVALENT]
+    dead = counted - counts[SURVIVED]
+    verdicts = ", ".join(f"{count} {verdict}" for verdict, count in counts.most_common())
+    share = f"{dead / counted:.1%}" if counted else "none"
+    return f"{len(rows)} mutants: {verdicts}; {dead} of {counted} not equivalent are dead ({share})"
+
+
+def judged(server: Server, mutant: Mutant, limits: dict[str, float], slow: bool) -> Row:
+    """Return the row of a mutant, after its tests."""
+    files = tests_of(ROOT, mutant.file)
+    if mutant.file not in limits:
+        limits[mutant.file] = 30 + 3 * server.baseline(files)
+    true, start = (server.copy / mutant.file).read_text(encoding="utf-8"), time.monotonic()
+    server.write(mutant.file, mutant.code)
+    try:
+        verdict, found = KILLED, server.run(files, limits[mutant.file])
+        if slow and not found["failed"]:
+            verdict, found = SLOWLY, server.run(files, 1200, slow=True)
+    finally:
+        server.write(mutant.file, true)
+    note = found["failed"][0] if found["failed"] else f"{found['passed']} passed"
+    place, seconds = f"{mutant.file}:{mutant.line}", f"{time.monotonic() - start:.1f}"
+    verdict = verdict if found["failed"] else SURVIVED
+    return Row(verdict, seconds, place, mutant.operator, mutant.before, mutant.after, note)
+
+
+def again(server: Server, row: Row, limits: dict[str, float], slow: bool) -> Row:
+    """Return the row of a survivor, after the tests of today on the code of today."""
+    rows = [judged(server, mutant, limits, slow) for mutant in found_again(ROOT, row.mutant)]
+    if not rows:
+        return Row(**vars(row) | {"verdict": GONE, "note": "the code is no longer there"})
+    # Where one line allows the same change twice, both must die.
+    found = next((each for each in rows if each.verdict == SURVIVED), rows[0])
+    return Row(**vars(row) | {k: getattr(found, k) for k in ("verdict", "seconds", "note")})
+
+
+def main() -> int:
+    parser = entry.parser(__doc__)
+    parser.add_argument("--seed", type=int, default=27)
+    parser.add_argument("--mutants", type=int, default=300, help="to draw [%(default)s]")
+    parser.add_argument("--log", type=Path, help="[tests/mutation/seedN.log]")
+    parser.add_argument("--again", action="store_true", help="run the log's survivors again")
+    parser.add_argument("--slow", action="store_true", help="run slow tests on survivors too")
+    parser.add_argument("--only", default="", help="a part of the names of the files to mutate")
+    parser.add_argument("--work", type=Path, default=Path("/tmp/mutation"), help="[%(default)s]")
+    given: argparse.Namespace = parser.parse_args()
+    log = given.log or ROOT / f"tests/mutation/seed{given.seed}.log"
+    comments, rows = read(log)
+    if given.again:
+        todo = [row for row in rows if row.verdict == SURVIVED and given.only in row.place]
+    else:
+        files = [name for name in mutated_files(ROOT) if given.only in name]
+        mutants, sites = draw(ROOT, files, given.seed, given.mutants)
+        done = {row.key for row in rows}
+        todo = [m for m in mutants if (f"{m.file}:{m.line}", m.operator, m.before, m.after) not in done]
+        print(f"seed {given.seed}: {len(mutants)} of {sites:,} sites, {len(todo)} to run", flush=True)
+    commit = subprocess.check_output(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, text=True)
+    machine = f"{platform.machine()}, {os.cpu_count()} cores, Python {platform.python_version()}"
+    words = " ".join(sys.argv[1:])
+    comments.append(
+        f"# {time.strftime('%Y-%m-%d')}, python -m tests.mutation {words} (seed {given.seed}), "
+        f"commit {commit.strip()}, {machine}"
+    )
+    todo.sort(key=lambda each: each.place if isinstance(each, Row) else f"{each.file}:{each.line}")
+    server, limits = Server(ROOT, given.work), {}
+    for each in todo:
+        if isinstance(each, Row):
+            row = again(server, each, limits, given.slow)
+            rows[rows.index(each)] = row
+        else:
+            row = judged(server, each, limits, given.slow)
+            rows.append(row)
+        print(row.text(), flush=True)
+        log.write_text("\n".join([*comments, *(row.text() for row in rows), ""]), encoding="utf-8")
+    print(summary(rows))
+    return 0
+
+
+if __name__ == "__main__":
+    entry.run(main)
