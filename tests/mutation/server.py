@@ -55,14 +55,16 @@ class _Plugin:
     def pytest_fixture_setup(self, fixturedef, request) -> Generator[None]:
         start = time.monotonic()
         yield
-        self._setups[str(request.path), fixturedef.argname] += time.monotonic() - start
+        file = request.node.nodeid.partition("::")[0]  # "" for the whole session
+        self._setups[file, fixturedef.argname] += time.monotonic() - start
 
     @pytest.hookimpl(hookwrapper=True)
     def pytest_runtest_call(self, item) -> Generator[None]:
         start = time.monotonic()
         yield
-        setups = [self._setups[str(item.path), name] for name in item.fixturenames]
-        self.costs[item.nodeid] = time.monotonic() - start + sum(setups)
+        files = item.nodeid.partition("::")[0], ""
+        setups = sum(self._setups[file, name] for file in files for name in item.fixturenames)
+        self.costs[item.nodeid] = time.monotonic() - start + setups
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         self.passed += report.when == "call" and report.passed
