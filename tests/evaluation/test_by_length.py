@@ -51,6 +51,24 @@ def test_targets_after_an_end_of_document_are_not_scored():
     assert last.loss == pytest.approx(losses[counted[:, -1], -1].mean(), rel=1e-6)
 
 
+def test_each_sequence_has_the_weight_of_its_scored_targets():
+    """Five of eight targets are scored, so the sums of losses are divided by 4 x 5/8 = 2.5."""
+    rows = np.array([[0, 5, 6, 0, 7], [1, 2, 0, 3, 4]])  # 0 ends a document
+
+    def loss_is_the_target(inputs, targets):
+        return targets.float()
+
+    found = losses_of_sequences(
+        loss_is_the_target, rows, GROUPS, batch_tokens=4, uncounted_after=0
+    )
+    assert found.tolist() == [(6 + 0) / 2.5, (2 + 0 + 4) / 2.5]
+    assert found.mean() == pytest.approx((6 + 0 + 2 + 0 + 4) / 5)
+    nothing = losses_of_sequences(
+        loss_is_the_target, np.zeros((2, 3), int), GROUPS, batch_tokens=4, uncounted_after=0
+    )
+    assert nothing.tolist() == [0.0, 0.0]
+
+
 def test_summary():
     losses = np.array([1.0, 2.0, 3.0, 4.0])
     result = summarise(10, losses, np.full((4, 10), 2))

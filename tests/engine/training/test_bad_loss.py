@@ -72,6 +72,36 @@ def test_the_loss_is_averaged_over_ranks_once_a_step():
         assert problem in guard.judge(loss, 1.0) and len(sums) == 1
 
 
+def guard_of(ranks_sum=lambda loss: loss, world_size=1, **keys):
+    groups = SimpleNamespace(
+        world_size=world_size, sum_over_job=ranks_sum, device=torch.device("cpu")
+    )
+    engine = SimpleNamespace(optimizer=SimpleNamespace(), was_step_applied=lambda: True)
+    training = TrainingConfig(train_iters=3, **keys)
+    return LossGuard(engine, groups, training, RunLog(None, is_main=False))
+
+
+def test_the_average_keeps_nine_tenths_of_the_earlier_losses():
+    """After losses 2, 3 and 1: 0.9 (0.9 2 + 0.1 3) + 0.1 1 = 1.99."""
+    guard = guard_of(loss_spike_threshold=1.5)
+    for loss in (2.0, 3.0, 1.0):
+        assert guard.judge(torch.tensor(loss), 1.0) == ""
+    assert guard.state() == {"average_loss": pytest.approx(1.99)}
+    assert guard.judge(torch.tensor(3.48), 1.0) == ""
+    assert guard.state() == {"average_loss": pytest.approx(0.9 * 1.99 + 0.348)}  # 2.139
+    assert guard.judge(torch.tensor(3.65), 1.0) == "the loss rose from 2.1390 to 3.6500"
+    assert guard.state() == {"average_loss": pytest.approx(2.139)}  # without the spike
+
+
+def test_the_spike_is_one_of_the_mean_over_ranks():
+    """The other three ranks have losses of 6 in all; the mean rises from 2 to 2.9, the sum by 3."""
+    guard = guard_of(lambda loss: loss + 6.0, world_size=4, loss_spike_threshold=1.0)
+    assert guard.judge(torch.tensor(2.0), 1.0) == ""
+    assert guard.judge(torch.tensor(5.6), 1.0) == ""
+    assert guard.state() == {"average_loss": pytest.approx(0.9 * 2.0 + 0.1 * 2.9)}
+    assert guard.judge(torch.tensor(6.5), 1.0) == "the loss rose from 2.0900 to 3.1250"
+
+
 def several(groups, cells):
     return [run_with_bad_sample(groups, *cell) for cell in cells]
 
