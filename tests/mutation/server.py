@@ -34,7 +34,10 @@ IMPORTED += ["matplotlib.backends.backend_agg", "pytest_timeout", "torch._dynamo
 
 
 class _Plugin:
-    """Chooses the fast or the slow tests, the cheapest first, and measures them."""
+    """Chooses the fast or the slow tests, the cheapest first, and measures them.
+
+    It does not read `time.monotonic`, which a test may replace.
+    """
 
     def __init__(self, costs: dict[str, float], slow: bool):
         self.known, self.slow = costs, slow
@@ -53,18 +56,18 @@ class _Plugin:
 
     @pytest.hookimpl(hookwrapper=True)
     def pytest_fixture_setup(self, fixturedef, request) -> Generator[None]:
-        start = time.monotonic()
+        start = time.perf_counter()
         yield
         file = request.node.nodeid.partition("::")[0]  # "" for the whole session
-        self._setups[file, fixturedef.argname] += time.monotonic() - start
+        self._setups[file, fixturedef.argname] += time.perf_counter() - start
 
     @pytest.hookimpl(hookwrapper=True)
     def pytest_runtest_call(self, item) -> Generator[None]:
-        start = time.monotonic()
+        start = time.perf_counter()
         yield
         files = item.nodeid.partition("::")[0], ""
         setups = sum(self._setups[file, name] for file in files for name in item.fixturenames)
-        self.costs[item.nodeid] = time.monotonic() - start + setups
+        self.costs[item.nodeid] = time.perf_counter() - start + setups
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         self.passed += report.when == "call" and report.passed
