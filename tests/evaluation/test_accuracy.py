@@ -89,6 +89,7 @@ def test_mistakes_are_counted_from_shares_that_are_not_exact():
     assert 98 * (1 / 98) < 1
     found = accuracy_at(solver((7,)), COPY, 49, 3, GROUPS, 1000)
     assert (found.exact, found.token) == (0.0, pytest.approx(48 / 49))
+    assert accuracy_at(solver(tuple(range(49))), COPY, 49, 3, GROUPS, 1000).token == 0.0
 
 
 def test_the_loss_mask_is_the_answers():
