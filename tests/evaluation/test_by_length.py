@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from megatron.evaluation.by_length import Measurement
-from megatron.evaluation.losses import losses_of_sequences
+from megatron.evaluation.losses import losses_of_sequences, scores_of_sequences
 from megatron.evaluation.perplexity_statistics import summarise
 from megatron.parallel.groups import build_groups
 
@@ -30,6 +30,18 @@ def test_every_sequence_is_scored_once_whatever_the_batch(batch_tokens):
     losses = losses_of_sequences(loss_of, rows, GROUPS, batch_tokens=batch_tokens)
     expected = rows[:, 1:].mean(1) / 10 + np.mean([1, 1 / 2, 1 / 3, 1 / 4])
     np.testing.assert_allclose(losses, expected, rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("batch_tokens", "passes"), [(3, [4] * 5), (8, [8, 8, 4]), (11, [8, 8, 4]), (12, [12, 8])]
+)
+def test_a_pass_has_as_many_sequences_as_fit(batch_tokens, passes):
+    ticks: list[int] = []
+    scores_of_sequences(
+        loss_of, sequences(5, 4), GROUPS, batch_tokens=batch_tokens, width=1, tick=ticks.append,
+        score=lambda losses, inputs: losses[:, :1],
+    )  # fmt: skip
+    assert ticks == passes
 
 
 def test_last_only_scores_the_last_target():
@@ -76,6 +88,8 @@ def test_summary():
     assert result.stderr == pytest.approx(np.std(losses, ddof=1) / 2)
     assert result.bits_per_byte == pytest.approx(2.5 / math.log(2) / 2)
     assert (result.length, result.sequences) == (10, 4)
+    unknown = (result.distance_scale, result.split, result.step, result.code)
+    assert unknown == (1.0, "", 0, "")
 
 
 def test_lengths_keep_their_order_and_each_prints_a_line():
