@@ -70,9 +70,7 @@ def test_each_sequence_has_the_weight_of_its_scored_targets():
     def loss_is_the_target(inputs, targets):
         return targets.float()
 
-    found = losses_of_sequences(
-        loss_is_the_target, rows, GROUPS, batch_tokens=4, uncounted_after=0
-    )
+    found = losses_of_sequences(loss_is_the_target, rows, GROUPS, batch_tokens=4, uncounted_after=0)
     assert found.tolist() == [(6 + 0) / 2.5, (2 + 0 + 4) / 2.5]
     assert found.mean() == pytest.approx((6 + 0 + 2 + 0 + 4) / 5)
     nothing = losses_of_sequences(

@@ -105,12 +105,16 @@ def test_baselines_see_fewer_tokens(evaluate):
 
 def test_a_split_that_is_too_short_is_an_error(tmp_path):
     path = write_config(
-        tmp_path / "c.yml", write_shards(tmp_path, 10), **KEYS | {"eval_lengths": [3000], "eval_tokens": 3000}
+        tmp_path / "c.yml",
+        write_shards(tmp_path, 10),
+        **KEYS | {"eval_lengths": [3000], "eval_tokens": 3000},
     )
     config = load_config([path])
     tokenizer = tokenizer_of(config)
     text = open_text(config, tokenizer)
-    with pytest.raises(DataError, match=r"^the valid split \(1 documents\) is shorter than one seq"):
+    with pytest.raises(
+        DataError, match=r"^the valid split \(1 documents\) is shorter than one seq"
+    ):
         measurement_of(config, CPU, Model("alibi"), tokenizer, text, 128)
 
 

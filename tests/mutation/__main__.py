@@ -120,8 +120,12 @@ def main() -> int:
         files = [name for name in mutated_files(ROOT) if given.only in name]
         mutants, sites = draw(ROOT, files, given.seed, given.mutants)
         done = {row.key for row in rows}
-        todo = [m for m in mutants if (f"{m.file}:{m.line}", m.operator, m.before, m.after) not in done]
-        print(f"seed {given.seed}: {len(mutants)} of {sites:,} sites, {len(todo)} to run", flush=True)
+        todo = [
+            m for m in mutants if (f"{m.file}:{m.line}", m.operator, m.before, m.after) not in done
+        ]
+        print(
+            f"seed {given.seed}: {len(mutants)} of {sites:,} sites, {len(todo)} to run", flush=True
+        )
     commit = subprocess.check_output(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, text=True)
     machine = f"{platform.machine()}, {os.cpu_count()} cores, Python {platform.python_version()}"
     words = " ".join(sys.argv[1:])

@@ -46,8 +46,11 @@ def mutated_files(root: Path) -> list[str]:
 def tests_of(root: Path, source: str) -> list[str]:
     """Return the test files that must find the mutants of `source`, as paths from `root`."""
     module = source.removesuffix(".py").replace("/", ".")
-    folder = root / "tests" / Path(source).relative_to("megatron").parent \
-        if source.startswith("megatron/") else root / "tests" / Path(source).parent
+    folder = (
+        root / "tests" / Path(source).relative_to("megatron").parent
+        if source.startswith("megatron/")
+        else root / "tests" / Path(source).parent
+    )
     while not folder.is_dir():
         folder = folder.parent
     mirrored = sorted(folder.rglob("test_*.py"))

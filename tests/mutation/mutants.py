@@ -102,7 +102,9 @@ def _mutant(file: str, code: str, name: str, number: int) -> Mutant | None:
         return None
     old, new, line = code.splitlines(), changed.splitlines(), 0
     before, after = [], []
-    for kind, low, high, low2, high2 in difflib.SequenceMatcher(None, old, new, False).get_opcodes():
+    for kind, low, high, low2, high2 in difflib.SequenceMatcher(
+        None, old, new, False
+    ).get_opcodes():
         if kind != "equal":
             line = line or low + 1
             before += old[low:high]

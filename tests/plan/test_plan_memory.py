@@ -114,7 +114,9 @@ SUMS_IN_FP32 = ("gradient_accumulation_steps=2", "data_types.grad_accum_dtype=fp
 def test_gradients_are_accumulated_in_fp32(peak):
     found = peak(config_of(1, "bf16", *SUMS_IN_FP32), **in_backward(done=600))
     assert found["gradients"] == 4 * N + 2 * 600
-    assert peak(config_of(3, "bf16", *SUMS_IN_FP32), **in_backward(done=600))["gradients"] == 4 * N / D
+    assert (
+        peak(config_of(3, "bf16", *SUMS_IN_FP32), **in_backward(done=600))["gradients"] == 4 * N / D
+    )
 
 
 @pytest.mark.parametrize(

@@ -65,7 +65,10 @@ def test_a_cpu_copies_nothing():
 
 
 def test_the_divisor_is_the_mean_number_of_targets_of_all_micro_batches():
-    """Here 3 + 2 targets count after 9, and 7 on the other two ranks: 12 / (2 micro-batches x 3 ranks)."""
+    """Here 3 + 3 targets count, and 7 on the other two of 3 ranks, in 2 micro-batches each.
+
+    If targets after the token 9 do not count, they are 3 + 2.
+    """
     groups: Any = SimpleNamespace(
         device=torch.device("cpu"), data_size=3, sum_over_data=lambda total: total + 7
     )

@@ -17,9 +17,9 @@ from megatron.engine.training.optimizer import (
     parameter_groups,
 )
 from megatron.model import GPT, BlockShape, GPTShape, Plan
-from megatron.positional import load
 from megatron.parallel.groups import ALONE, TensorGroup
 from megatron.parallel.sharding import Sharding, mark_sharding
+from megatron.positional import load
 from tests.helpers.paths import ROOT
 
 

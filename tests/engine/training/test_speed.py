@@ -13,7 +13,13 @@ from megatron.engine.job_data import JobData
 from megatron.engine.model_shape import shape_of
 from megatron.engine.training import step_log
 from megatron.engine.training.hooks import Step
-from megatron.engine.training.speed import Speed, flops_per_token, keys_per_query, known_peak, speed_of
+from megatron.engine.training.speed import (
+    Speed,
+    flops_per_token,
+    keys_per_query,
+    known_peak,
+    speed_of,
+)
 from megatron.engine.training.step_log import StepLog
 from megatron.parallel.groups import build_groups
 from tests.helpers.jobs import write_config, write_shards

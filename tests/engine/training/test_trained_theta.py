@@ -136,9 +136,7 @@ def test_zero_1_writes_the_whole_master(monkeypatch):
     theta = nn.Parameter(torch.tensor(BEYOND))
     theta._hp_mapping = object()
     monkeypatch.setattr(module, "safe_get_full_fp32_param", lambda _: torch.tensor(BEYOND))
-    monkeypatch.setattr(
-        module, "safe_set_full_fp32_param", lambda *given: written.append(given)
-    )
+    monkeypatch.setattr(module, "safe_set_full_fp32_param", lambda *given: written.append(given))
     trained([theta]).project()
     [(parameter, value)] = written
     assert parameter is theta and value.numpy() == near(WITHIN)
