@@ -119,6 +119,7 @@ def test_the_report_has_tables_pictures_and_numbers(tmp_path, monkeypatch):
     assert "![Four rows](four.png)" in page and "two.png" not in page
     assert page.endswith("Intervals have a level of 95%, by bootstrap over documents (or, for "
                          "induction, over random sequences).\n")  # fmt: skip
+    assert (folder / "report.json").read_text().startswith('{\n "title": "A model",\n "verdict": [')
     content = json.loads((folder / "report.json").read_text())
     assert content["measures"]["none"] == {"unit": "nats", "says": "Not measured.", "rows": []}
     assert content["measures"]["two"]["rows"][0]["high"] is None

@@ -18,64 +18,20 @@ import platform
 import subprocess
 import sys
 import time
-from collections import Counter
-from dataclasses import dataclass
 from pathlib import Path
 
 from megatron import entry
-from tests.mutation.covering_tests import mutated_files, tests_of
+from tests.mutation.covering_tests import covering, mutated_files
+from tests.mutation.log import GONE, KILLED, SLOWLY, SURVIVED, Row, read, summary
 from tests.mutation.mutants import Mutant, draw, found_again
 from tests.mutation.server import Server
 
 ROOT = Path(__file__).parents[2]
-KILLED, SLOWLY, SURVIVED, EQUIVALENT, GONE = "killed", "slowly", "survived", "equivalent", "gone"
-
-
-@dataclass
-class Row:
-    """A line of the log."""
-
-    verdict: str
-    seconds: str
-    place: str
-    operator: str
-    before: str
-    after: str
-    note: str = ""
-
-    @property
-    def key(self) -> tuple[str, ...]:
-        return self.place, self.operator, self.before, self.after
-
-    @property
-    def mutant(self) -> Mutant:
-        file, _, line = self.place.partition(":")
-        return Mutant(file, int(line), self.operator, self.before, self.after)
-
-    def text(self) -> str:
-        return "\t".join(vars(self).values())
-
-
-def read(log: Path) -> tuple[list[str], list[Row]]:
-    """Return the comments and the rows of a log; both are empty if it does not exist."""
-    lines = log.read_text(encoding="utf-8").splitlines() if log.exists() else []
-    comments = [line for line in lines if line.startswith("#")]
-    return comments, [Row(*line.split("\t")) for line in lines if line not in comments]
-
-
-def summary(rows: list[Row]) -> str:
-    """Return the number of mutants with each verdict, and the rate of those found."""
-    counts = Counter(row.verdict for row in rows)
-    counted = len(rows) - counts[EQUIVALENT]
-    dead = counted - counts[SURVIVED]
-    verdicts = ", ".join(f"{count} {verdict}" for verdict, count in counts.most_common())
-    share = f"{dead / counted:.1%}" if counted else "none"
-    return f"{len(rows)} mutants: {verdicts}; {dead} of {counted} not equivalent are dead ({share})"
 
 
 def judged(server: Server, mutant: Mutant, limits: dict[str, float], slow: bool) -> Row:
     """Return the row of a mutant, after its tests."""
-    files = tests_of(ROOT, mutant.file)
+    files = covering(ROOT, mutant.file)
     if mutant.file not in limits:
         limits[mutant.file] = 30 + 3 * server.baseline(files)
     true, start = (server.copy / mutant.file).read_text(encoding="utf-8"), time.monotonic()
@@ -94,7 +50,9 @@ def judged(server: Server, mutant: Mutant, limits: dict[str, float], slow: bool)
 
 def again(server: Server, row: Row, limits: dict[str, float], slow: bool) -> Row:
     """Return the row of a survivor, after the tests of today on the code of today."""
-    rows = [judged(server, mutant, limits, slow) for mutant in found_again(ROOT, row.mutant)]
+    file, _, line = row.place.partition(":")
+    old = Mutant(file, int(line), row.operator, row.before, row.after)
+    rows = [judged(server, mutant, limits, slow) for mutant in found_again(ROOT, old)]
     if not rows:
         return Row(**vars(row) | {"verdict": GONE, "note": "the code is no longer there"})
     # Where one line allows the same change twice, both must die.

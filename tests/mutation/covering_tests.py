@@ -29,6 +29,7 @@ ALSO = {
         "tests/distributed/test_theta_bounds.py",
         "tests/distributed/test_theta_options.py",
     ],
+    "megatron/evaluation/held_out.py": ["tests/evaluation/test_held_out.py"],
     "megatron/evaluation/published_losses.py": ["tests/engine/checkpoint/test_published_start.py"],
     "megatron/evaluation/suite/suite_report.py": ["tests/evaluation/test_suite.py"],
 }
@@ -43,7 +44,7 @@ def mutated_files(root: Path) -> list[str]:
     return [str(path.relative_to(root)) for path in found if path.name != "__init__.py"]
 
 
-def tests_of(root: Path, source: str) -> list[str]:
+def covering(root: Path, source: str) -> list[str]:
     """Return the test files that must find the mutants of `source`, as paths from `root`."""
     module = source.removesuffix(".py").replace("/", ".")
     folder = (

@@ -33,7 +33,7 @@ IMPORTED += ["matplotlib.backends.backend_agg", "pytest_timeout", "torch._dynamo
 """What the tests import from other projects, imported once."""
 
 
-class _Plugin:
+class Plugin:
     """Chooses the fast or the slow tests, the cheapest first, and measures them.
 
     It does not read `time.monotonic`, which a test may replace.
@@ -47,12 +47,16 @@ class _Plugin:
         self._setups: dict[tuple[str, str], float] = defaultdict(float)
 
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
-        cost = {item: self.known.get(item.nodeid, 0.0) for item in items}
-        chosen = [item for item in items if (cost[item] > SLOW) == self.slow]
-        files: dict[Path, float] = defaultdict(float)
+        cost = {item.nodeid: self.known.get(item.nodeid, 0.0) for item in items}
+        chosen = [item for item in items if (cost[item.nodeid] > SLOW) == self.slow]
+        files: dict[str, float] = defaultdict(float)
         for item in chosen:
-            files[item.path] += cost[item]
-        items[:] = sorted(chosen, key=lambda item: (files[item.path], str(item.path), cost[item]))
+            files[str(item.path)] += cost[item.nodeid]
+
+        def place(item: pytest.Item) -> tuple[float, str, float]:
+            return files[str(item.path)], str(item.path), cost[item.nodeid]
+
+        items[:] = sorted(chosen, key=place)
 
     @pytest.hookimpl(hookwrapper=True)
     def pytest_fixture_setup(self, fixturedef, request) -> Generator[None]:
@@ -172,7 +176,7 @@ class Server:
         output = os.open(self.folder / "output", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
         os.dup2(output, 1)
         os.dup2(output, 2)
-        plugin = _Plugin(self.costs, slow)
+        plugin = Plugin(self.costs, slow)
         options = ["-q", "-p", "no:cacheprovider", f"--basetemp={temporary}", "--tb=short"]
         options += [f"--timeout={SLOW}", "--timeout-method=signal"] if measures else ["-x"]
         try:
