@@ -153,7 +153,7 @@ def test_a_sharded_vocabulary_has_the_same_losses_and_gradients(monkeypatch, ran
 
     with ThreadPoolExecutor(ranks) as pool:
         found = list(pool.map(on_rank, range(ranks)))
-    for each, part in found:
+    for each, _ in found:
         torch.testing.assert_close(each.detach(), losses)
         weighted(each).backward()
     joined = torch.cat([part.grad for _, part in found], -1)
