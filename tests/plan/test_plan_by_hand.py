@@ -111,14 +111,14 @@ def test_remedies_come_in_the_order_of_speed_and_keep_the_batch(plan):
 
     def needs(config):
         b = config.batch
-        assert b.train_batch_size == 16
+        assert b.train_batch_size == 32
         return 40 if not config.model.checkpoint_activations else 10
 
-    kept = "-o train_batch_size=16 -o gradient_accumulation_steps=null"
+    kept = "-o train_batch_size=32 -o gradient_accumulation_steps=null"
     recomputed = "-o checkpoint_activations=true"
-    assert remedies(plan(needs)) == [
+    assert remedies(plan(needs, "train_micro_batch_size_per_gpu=8")) == [
         recomputed,
-        f"{recomputed} -o train_micro_batch_size_per_gpu=2 {kept}",
+        f"{recomputed} -o train_micro_batch_size_per_gpu=4 {kept}",
         f"{recomputed} -o train_micro_batch_size_per_gpu=1 {kept}",
     ]
 
