@@ -101,9 +101,10 @@ def test_the_memory_that_is_usable_is_nine_tenths(plan):
         assert any(line.endswith(f": {word} into 90% of 32") for line in lines)
 
 
-def remedies(lines):
+def remedies(lines, most=3):
     at = lines.index("what fits:")
-    return [line.rpartition(":")[0].strip() for line in lines[at + 1 : at + 4]]
+    found = [line for line in lines[at + 1 :] if line.startswith("  -o ")][:most]
+    return [line.rpartition(":")[0].strip() for line in found]
 
 
 def test_remedies_come_in_the_order_of_speed_and_keep_the_batch(plan):
@@ -123,22 +124,23 @@ def test_remedies_come_in_the_order_of_speed_and_keep_the_batch(plan):
     ]
 
 
-def test_layouts_come_last(plan):
+def test_layouts_come_last(plan, monkeypatch):
+    """Tensor parallelism first, as far as a node goes; pipelines use ZeRO-1."""
+    monkeypatch.setattr(module, "MOST_FITS", 99)
+
     def needs(config):
         p = config.parallel
         return 10 if p.model_parallel_size * p.pipe_parallel_size > 1 else 40
 
-    lines = plan(needs, "checkpoint_activations=true", "num_attention_heads=8")
-    kept = "-o train_batch_size=16 -o gradient_accumulation_steps=null"
-    smaller = "-o train_micro_batch_size_per_gpu=1"
-    assert (
-        remedies(lines)
-        == [
-            f"-o model_parallel_size={tensor} -o pipe_parallel_size=1 {smaller} {kept}"
-            for tensor in (2, 4)
-        ]
-        + remedies(lines)[2:]
-    )
+    keys = ["num_attention_heads=8", "num_layers=8", "checkpoint_activations=true"]
+    keys += ["train_micro_batch_size_per_gpu=1", "train_batch_size=64"]
+    lines = plan(needs, *keys, gpus=64)
+    layouts = [(2, 1), (4, 1), (8, 1), (2, 4), (4, 4), (8, 2), (8, 4), (8, 8)]
+    assert remedies(lines, 8) == [
+        f"-o model_parallel_size={tensor} -o pipe_parallel_size={stages}"
+        f"{' -o zero_optimization.stage=1' * (stages > 1)}"
+        for tensor, stages in layouts
+    ]
 
 
 def test_stages_of_zero_that_are_more_than_the_configs(plan):
