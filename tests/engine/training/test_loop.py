@@ -7,11 +7,13 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from deepspeed.runtime.pipe.engine import PipelineEngine
 from torch import nn
 
 from megatron import preemption
 from megatron.config import load_config
 from megatron.engine.training import loop
+from megatron.engine.training.batches import Counting
 from megatron.engine.training.hooks import Hook
 from megatron.parallel.groups import build_groups
 from tests.helpers.paths import ROOT
@@ -78,6 +80,32 @@ def test_a_step_accumulates_and_only_the_last_loss_is_changed():
 def test_the_norm_is_deepspeeds_where_it_has_one(keys, norm):
     engine = Engine([[1.0, 3.0], [8.0, 0.0]], **keys)
     assert float(loop.train_step(engine, iter(ARRAYS), 2, CPU)[1]) == norm
+
+
+class Stage(PipelineEngine):
+    """A pipeline's engine, which returns what it is given."""
+
+    def __init__(self):
+        nn.Module.__init__(self)
+        self.dp_group_loss = torch.tensor(3.5)
+
+    def train_batch(self, pairs):
+        self.given = list(pairs)
+
+    def get_global_grad_norm(self):
+        return 77.0
+
+
+@pytest.mark.parametrize("per_token", [False, True])
+def test_a_pipeline_gets_the_divisor_beside_the_targets(per_token):
+    """The two micro-batches have 2 and 1 targets, so the divisor is 1.5."""
+    stage = Stage()
+    found = loop.train_step(stage, iter(ARRAYS), 2, CPU, [Doubled()], Counting(None, per_token))
+    assert found == (3.5, 77.0)
+    for (inputs, rest), array in zip(stage.given, ARRAYS, strict=True):
+        targets, divisor = rest if per_token else (rest, 1.5)
+        assert inputs.shape == targets.shape == (1, 2) and divisor == 1.5
+        assert targets[0, 1] == array[0, 2]
 
 
 @pytest.fixture
