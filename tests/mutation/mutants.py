@@ -46,6 +46,10 @@ class Mutant:
     after: str
     code: str = ""  # of the whole file
 
+    @property
+    def place(self) -> str:
+        return f"{self.file}:{self.line}"
+
 
 class _Finder(MutationVisitor):
     """Collects places instead of changing them."""

@@ -85,33 +85,30 @@ class Plugin:
             self.failed.append(report.nodeid)
 
 
-class Server:
-    """Runs tests in a copy of the tree.
+def copy_tree(root: Path, copy: Path) -> None:
+    """Copy the files that git tracks or does not ignore."""
+    shutil.rmtree(copy, ignore_errors=True)
+    command = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
+    names = subprocess.run(command, cwd=root, capture_output=True, check=True).stdout
+    for name in names.decode().split("\0"):
+        if (root / name).is_file():
+            (copy / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(root / name, copy / name)
 
-    Args:
-        folder: Where the copy, the measured times and the tests' output lie.
+
+class Server:
+    """Runs the tests of `tree`, a copy that this process and its imports come from.
+
+    The measured times and the tests' output lie beside the copy.
     """
 
-    def __init__(self, root: Path, folder: Path):
-        self.folder, self.copy = folder.resolve(), folder.resolve() / "tree"
-        self.folder.mkdir(parents=True, exist_ok=True)
-        shutil.rmtree(self.copy, ignore_errors=True)
-        command = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
-        names = subprocess.run(command, cwd=root, capture_output=True, check=True).stdout
-        for name in names.decode().split("\0"):
-            if (root / name).is_file():
-                (self.copy / name).parent.mkdir(parents=True, exist_ok=True)
-                shutil.copy2(root / name, self.copy / name)
+    def __init__(self, tree: Path):
+        self.copy, self.folder = tree, tree.parent
         costs = self.folder / "costs.json"
         self.costs = json.loads(costs.read_text()) if costs.exists() else {}
         self._changes = 0
-        self._import(root)
-
-    def _import(self, root: Path) -> None:
-        """Import what the tests use from other projects; the tree's own modules stay out."""
-        sys.path[:] = [str(self.copy)] + [p for p in sys.path if Path(p).resolve() != root]
-        os.environ |= {"PYTHONPATH": str(self.copy), "OMP_NUM_THREADS": "1"}
-        os.environ |= {"WANDB_MODE": "offline", "TRITON_INTERPRET": "1", "MPLBACKEND": "agg"}
+        os.environ |= {"OMP_NUM_THREADS": "1", "TRITON_INTERPRET": "1"}
+        os.environ |= {"WANDB_MODE": "offline", "MPLBACKEND": "agg"}
         os.environ.pop("PYTEST_ADDOPTS", None)
         for name in IMPORTED:
             importlib.import_module(name)

@@ -1,8 +1,8 @@
-"""Count the mutants that the tests find: `python -m tests.mutation --seed 27 --mutants 300`.
+"""Count the mutants that tests find: `python -m tests.mutation.count_mutants --seed 27`.
 
 It draws changes of the code (mutants) by the operators of cosmic-ray, and runs on each only the
-tests of its file (`covering_tests.py`), in a copy of the tree. First run the tests that take less
-than 8 seconds each; a mutant that survives these is run with the slow tests if `--slow` is given.
+tests of its file (`covering_tests.py`), in a copy of the tree. First the tests run that take less
+than 8 seconds each. If a mutant survives them and `--slow` is given, the slow tests follow.
 
 The log gets a line for each mutant: verdict, seconds, place, operator, old and new line, and the
 test that found it. A log that exists is continued: mutants with a verdict are not run again.
@@ -24,7 +24,7 @@ from megatron import entry
 from tests.mutation.covering_tests import covering, mutated_files
 from tests.mutation.log import GONE, KILLED, SLOWLY, SURVIVED, Row, read, summary
 from tests.mutation.mutants import Mutant, draw, found_again
-from tests.mutation.server import Server
+from tests.mutation.server import Server, copy_tree
 
 ROOT = Path(__file__).parents[2]
 
@@ -43,9 +43,9 @@ def judged(server: Server, mutant: Mutant, limits: dict[str, float], slow: bool)
     finally:
         server.write(mutant.file, true)
     note = found["failed"][0] if found["failed"] else f"{found['passed']} passed"
-    place, seconds = f"{mutant.file}:{mutant.line}", f"{time.monotonic() - start:.1f}"
+    seconds = f"{time.monotonic() - start:.1f}"
     verdict = verdict if found["failed"] else SURVIVED
-    return Row(verdict, seconds, place, mutant.operator, mutant.before, mutant.after, note)
+    return Row(verdict, seconds, mutant.place, mutant.operator, mutant.before, mutant.after, note)
 
 
 def again(server: Server, row: Row, limits: dict[str, float], slow: bool) -> Row:
@@ -60,6 +60,17 @@ def again(server: Server, row: Row, limits: dict[str, float], slow: bool) -> Row
     return Row(**vars(row) | {k: getattr(found, k) for k in ("verdict", "seconds", "note")})
 
 
+def _start_in_a_copy(folder: Path, log: Path) -> None:
+    """Replace this process by one whose code, tests and imports are those of a copy of the tree."""
+    commit = subprocess.check_output(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, text=True)
+    words = [*sys.argv[1:], "--commit", commit.strip(), "--log", str(log), "--work", str(folder)]
+    copy_tree(ROOT, folder / "tree")
+    os.chdir(folder / "tree")
+    environ = os.environ | {"PYTHONPATH": str(folder / "tree")}
+    command = [sys.executable, "-m", "tests.mutation.count_mutants", *words]
+    os.execve(sys.executable, command, environ)
+
+
 def main() -> int:
     parser = entry.parser(__doc__)
     parser.add_argument("--seed", type=int, default=27)
@@ -69,8 +80,11 @@ def main() -> int:
     parser.add_argument("--slow", action="store_true", help="run slow tests on survivors too")
     parser.add_argument("--only", default="", help="a part of the names of the files to mutate")
     parser.add_argument("--work", type=Path, default=Path("/tmp/mutation"), help="[%(default)s]")
+    parser.add_argument("--commit", default="", help=argparse.SUPPRESS)
     given: argparse.Namespace = parser.parse_args()
-    log = given.log or ROOT / f"tests/mutation/seed{given.seed}.log"
+    log = (given.log or ROOT / f"tests/mutation/seed{given.seed}.log").resolve()
+    if given.work.resolve() / "tree" != ROOT:
+        _start_in_a_copy(given.work.resolve(), log)
     comments, rows = read(log)
     if given.again:
         todo = [row for row in rows if row.verdict == SURVIVED and given.only in row.place]
@@ -78,21 +92,17 @@ def main() -> int:
         files = [name for name in mutated_files(ROOT) if given.only in name]
         mutants, sites = draw(ROOT, files, given.seed, given.mutants)
         done = {row.key for row in rows}
-        todo = [
-            m for m in mutants if (f"{m.file}:{m.line}", m.operator, m.before, m.after) not in done
-        ]
-        print(
-            f"seed {given.seed}: {len(mutants)} of {sites:,} sites, {len(todo)} to run", flush=True
-        )
-    commit = subprocess.check_output(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, text=True)
+        todo = [m for m in mutants if (m.place, m.operator, m.before, m.after) not in done]
+        print(f"{len(mutants)} of {sites:,} sites, {len(todo)} to run", flush=True)
     machine = f"{platform.machine()}, {os.cpu_count()} cores, Python {platform.python_version()}"
-    words = " ".join(sys.argv[1:])
+    words = f"--seed {given.seed} " + ("--again" if given.again else f"--mutants {given.mutants}")
+    words += " --slow" * given.slow + f" --only {given.only}" * bool(given.only)
     comments.append(
-        f"# {time.strftime('%Y-%m-%d')}, python -m tests.mutation {words} (seed {given.seed}), "
-        f"commit {commit.strip()}, {machine}"
+        f"# {time.strftime('%Y-%m-%d')}, python -m tests.mutation.count_mutants {words}, commit "
+        f"{given.commit}, {machine}"
     )
-    todo.sort(key=lambda each: each.place if isinstance(each, Row) else f"{each.file}:{each.line}")
-    server, limits = Server(ROOT, given.work), {}
+    todo.sort(key=lambda each: each.place)
+    server, limits = Server(ROOT), {}
     for each in todo:
         if isinstance(each, Row):
             row = again(server, each, limits, given.slow)
