@@ -19,6 +19,7 @@ _TRAINING = "tests/engine/training"
 ALSO = {
     "megatron/engine/training/batches.py": [f"{_TRAINING}/test_loss_per_token.py"],
     "megatron/engine/training/deepspeed_engine.py": [
+        "tests/engine/test_engine_settings.py",
         f"{_TRAINING}/test_bad_gradient.py",
         "tests/distributed/test_theta_bounds.py",
     ],
