@@ -13,18 +13,22 @@ the reason into the line of a mutant that computes the same.
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import os
 import platform
 import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from megatron import entry
 from tests.mutation.covering_tests import covering, mutated_files
 from tests.mutation.log import GONE, KILLED, SLOWLY, SURVIVED, Row, read, summary
-from tests.mutation.mutants import Mutant, draw, found_again
 from tests.mutation.server import Server, copy_tree
+
+if TYPE_CHECKING:
+    from tests.mutation.mutants import Mutant
 
 ROOT = Path(__file__).parents[2]
 
@@ -50,6 +54,8 @@ def judged(server: Server, mutant: Mutant, limits: dict[str, float], slow: bool)
 
 def again(server: Server, row: Row, limits: dict[str, float], slow: bool) -> Row:
     """Return the row of a survivor, after the tests of today on the code of today."""
+    from tests.mutation.mutants import Mutant, found_again  # they need cosmic-ray
+
     file, _, line = row.place.partition(":")
     old = Mutant(file, int(line), row.operator, row.before, row.after)
     rows = [judged(server, mutant, limits, slow) for mutant in found_again(ROOT, old)]
@@ -82,6 +88,8 @@ def main() -> int:
     parser.add_argument("--work", type=Path, default=Path("/tmp/mutation"), help="[%(default)s]")
     parser.add_argument("--commit", default="", help=argparse.SUPPRESS)
     given: argparse.Namespace = parser.parse_args()
+    if importlib.util.find_spec("cosmic_ray") is None:
+        entry.refuse("error: cosmic-ray is missing; pip install cosmic-ray==8.7.0", 1)
     log = (given.log or ROOT / f"tests/mutation/seed{given.seed}.log").resolve()
     if given.work.resolve() / "tree" != ROOT:
         _start_in_a_copy(given.work.resolve(), log)
@@ -89,6 +97,8 @@ def main() -> int:
     if given.again:
         todo = [row for row in rows if row.verdict == SURVIVED and given.only in row.place]
     else:
+        from tests.mutation.mutants import draw
+
         files = [name for name in mutated_files(ROOT) if given.only in name]
         mutants, sites = draw(ROOT, files, given.seed, given.mutants)
         done = {row.key for row in rows}

@@ -6,6 +6,7 @@ The tests of a file are those of the mirrored folder that import it, and those o
 from __future__ import annotations
 
 import ast
+from functools import cache
 from pathlib import Path
 
 MUTATED = [
@@ -17,6 +18,7 @@ MUTATED = [
 ]
 _TRAINING = "tests/engine/training"
 ALSO = {
+    "megatron/engine/training/bad_loss.py": [f"{_TRAINING}/test_fp16_scale.py"],
     "megatron/engine/training/batches.py": [f"{_TRAINING}/test_loss_per_token.py"],
     "megatron/engine/training/deepspeed_engine.py": [
         "tests/engine/test_engine_settings.py",
@@ -60,6 +62,7 @@ def covering(root: Path, source: str) -> list[str]:
     return found + [name for name in ALSO.get(source, []) if name not in found]
 
 
+@cache
 def _imported(path: Path) -> set[str]:
     names: set[str] = set()
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):

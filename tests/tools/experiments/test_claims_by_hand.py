@@ -125,6 +125,8 @@ def test_marks_need_two_seeds_and_finite_values():
     assert significant(broken, "embedding", "a", "perplexity", 0.05) == set()
     certain = table("perplexity", a={64: [1.0, 1.0]}, b={64: [2.0, 2.0]})  # ln 1 = 0
     assert significant(certain, "embedding", "a", "perplexity", 0.05) == {("b", 64)}
+    apart = (results["seed"] == 0) == (results["embedding"] == "a")  # no seed in common
+    assert significant(results[apart], "embedding", "a", "perplexity", 0.05) == set()
     both = pd.concat([results, results.assign(metric="loss", value=1.0)])
     assert significant(both, "embedding", "a", "perplexity", 0.05) == {("b", 64)}
 
