@@ -239,7 +239,7 @@ def draw_kernels(
     theta_HN = pos.initial_theta(config.model.num_attention_heads, torch.Generator())
     if trained_HN is not None:
         theta_HN[:, columns_of(pos, trained=True)] = trained_HN.cpu()
-    distances = torch.logspace(0, math.log10(longest), 400).long().unique()
+    distances = torch.logspace(0, math.log10(longest), 400).round().long().unique()
     position = torch.full_like(distances, longest)
     kernels = {}
     for index in range(config.model.num_layers):

@@ -84,6 +84,14 @@ def test_one_mistake_in_one_example_counts_once():
     assert (result.exact, result.token) == (49 / 50, pytest.approx(299 / 300))
 
 
+def test_mistakes_are_counted_from_shares_that_are_not_exact():
+    """Of 98 targets, the one mistake of each row is a share whose 98-fold is below 1 in float64."""
+    assert 98 * (1 / 98) < 1
+    found = accuracy_at(solver((7,)), COPY, 49, 3, GROUPS, 1000)
+    assert (found.exact, found.token) == (0.0, pytest.approx(48 / 49))
+    assert accuracy_at(solver(tuple(range(49))), COPY, 49, 3, GROUPS, 1000).token == 0.0
+
+
 def test_the_loss_mask_is_the_answers():
     samples = TaskSamples(COPY, 6, 12, 3, "train")
     ((inputs, targets, _),) = next_batches(TrainLoader(samples, 6, 6), 1, GROUPS)

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from megatron.evaluation.by_length import Measurement
-from megatron.evaluation.losses import losses_of_sequences
+from megatron.evaluation.losses import losses_of_sequences, scores_of_sequences
 from megatron.evaluation.perplexity_statistics import summarise
 from megatron.parallel.groups import build_groups
 
@@ -32,6 +32,18 @@ def test_every_sequence_is_scored_once_whatever_the_batch(batch_tokens):
     np.testing.assert_allclose(losses, expected, rtol=1e-6)
 
 
+@pytest.mark.parametrize(
+    ("batch_tokens", "passes"), [(3, [4] * 5), (8, [8, 8, 4]), (11, [8, 8, 4]), (12, [12, 8])]
+)
+def test_a_pass_has_as_many_sequences_as_fit(batch_tokens, passes):
+    ticks: list[int] = []
+    scores_of_sequences(
+        loss_of, sequences(5, 4), GROUPS, batch_tokens=batch_tokens, width=1, tick=ticks.append,
+        score=lambda losses, inputs: losses[:, :1],
+    )  # fmt: skip
+    assert ticks == passes
+
+
 def test_last_only_scores_the_last_target():
     rows = sequences(5, 4)
     losses = losses_of_sequences(loss_of, rows, GROUPS, batch_tokens=8, last_only=True)
@@ -51,6 +63,22 @@ def test_targets_after_an_end_of_document_are_not_scored():
     assert last.loss == pytest.approx(losses[counted[:, -1], -1].mean(), rel=1e-6)
 
 
+def test_each_sequence_has_the_weight_of_its_scored_targets():
+    """Five of eight targets are scored, so the sums of losses are divided by 4 x 5/8 = 2.5."""
+    rows = np.array([[0, 5, 6, 0, 7], [1, 2, 0, 3, 4]])  # 0 ends a document
+
+    def loss_is_the_target(inputs, targets):
+        return targets.float()
+
+    found = losses_of_sequences(loss_is_the_target, rows, GROUPS, batch_tokens=4, uncounted_after=0)
+    assert found.tolist() == [(6 + 0) / 2.5, (2 + 0 + 4) / 2.5]
+    assert found.mean() == pytest.approx((6 + 0 + 2 + 0 + 4) / 5)
+    nothing = losses_of_sequences(
+        loss_is_the_target, np.zeros((2, 3), int), GROUPS, batch_tokens=4, uncounted_after=0
+    )
+    assert nothing.tolist() == [0.0, 0.0]
+
+
 def test_summary():
     losses = np.array([1.0, 2.0, 3.0, 4.0])
     result = summarise(10, losses, np.full((4, 10), 2))
@@ -58,6 +86,8 @@ def test_summary():
     assert result.stderr == pytest.approx(np.std(losses, ddof=1) / 2)
     assert result.bits_per_byte == pytest.approx(2.5 / math.log(2) / 2)
     assert (result.length, result.sequences) == (10, 4)
+    unknown = (result.distance_scale, result.split, result.step, result.code)
+    assert unknown == (1.0, "", 0, "")
 
 
 def test_lengths_keep_their_order_and_each_prints_a_line():

@@ -77,6 +77,8 @@ def test_plot_marks_training_length_baseline_and_error_bars(tmp_path):
     assert np.allclose(halves, [row.perplexity_stderr for row in results])
     # The axis keeps room around the curve: 5% of difference must not look like a collapse.
     low, high = axes.get_ylim()
+    shown = [row.perplexity for row in (*results, *baselines.values())]
+    assert (low, high) == pytest.approx((0.85 * min(shown), 1.15 * max(shown)))
     assert high - low > 0.3 * min(row.perplexity for row in results)
 
 
@@ -142,6 +144,16 @@ def test_kernels_plot_draws_every_head_of_bias_and_weight(tmp_path):
     assert len(curves) == 3
     assert np.array_equal(curves[1].get_xdata(), distances[1:])  # d = 0 is not on a log axis
     assert np.array_equal(curves[1].get_ydata(), bias[1, 1:])
+
+
+@pytest.mark.parametrize(("heads", "named"), [(16, True), (17, False)])
+def test_a_legend_names_up_to_16_heads(heads, named):
+    panels = [("b", np.zeros((heads, 4))), ("w", np.ones((heads, 4)))]
+    for axes in length_report.kernels_figure(panels, np.arange(4.0), 128).axes:
+        legend = axes.get_legend()
+        assert (legend is not None) == named
+        if legend:
+            assert len(legend.get_texts()) == heads + 1  # and the training length
 
 
 def test_kernels_plot_refuses_what_does_not_fit(tmp_path):

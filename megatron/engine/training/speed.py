@@ -44,9 +44,9 @@ class Speed:
         peak_tflops: The peak TFLOP/s of one device; None if it is not known.
     """
 
-    flops_per_token: float = 0.0
-    devices: int = 1
-    peak_tflops: float | None = None
+    flops_per_token: float
+    devices: int
+    peak_tflops: float | None
 
     def metrics(self, tokens_per_second: float, device: torch.device) -> dict[str, float]:
         """Return each device's TFLOP/s, the MFU if the peak rate is known, and the peak memory."""

@@ -15,6 +15,7 @@ from megatron.engine.checkpoint.saved_checkpoints import newest
 from megatron.engine.errors import BadLossError, DivergedError
 from megatron.engine.run_log.log import RunLog
 from megatron.engine.training.bad_loss import LossGuard
+from megatron.engine.training.hooks import Step
 from megatron.pretraining.run import Job
 from tests.helpers.jobs import digest, rewind, rows, tensors_digest, write_config
 from tests.helpers.launch import run_ranks
@@ -70,6 +71,59 @@ def test_the_loss_is_averaged_over_ranks_once_a_step():
         loss = torch.tensor(loss)
         assert guard.changed_loss(loss, loss).isnan() == spoiled
         assert problem in guard.judge(loss, 1.0) and len(sums) == 1
+
+
+def guard_of(ranks_sum=lambda loss: loss, world_size=1, is_main=False, **keys):
+    groups = SimpleNamespace(
+        world_size=world_size, sum_over_job=ranks_sum, device=torch.device("cpu")
+    )
+    engine = SimpleNamespace(optimizer=SimpleNamespace(), was_step_applied=lambda: True)
+    training = TrainingConfig(train_iters=3, **keys)
+    return LossGuard(engine, groups, training, RunLog(None, is_main=is_main))
+
+
+def test_the_average_keeps_nine_tenths_of_the_earlier_losses():
+    """After losses 2, 3 and 1: 0.9 (0.9 2 + 0.1 3) + 0.1 1 = 1.99."""
+    guard = guard_of(loss_spike_threshold=1.5)
+    for loss in (2.0, 3.0, 1.0):
+        assert guard.judge(torch.tensor(loss), 1.0) == ""
+    assert guard.state() == {"average_loss": pytest.approx(1.99)}
+    assert guard.judge(torch.tensor(3.48), 1.0) == ""
+    assert guard.state() == {"average_loss": pytest.approx(0.9 * 1.99 + 0.348)}  # 2.139
+    assert guard.judge(torch.tensor(3.65), 1.0) == "the loss rose from 2.1390 to 3.6500"
+    assert guard.state() == {"average_loss": pytest.approx(2.139)}  # without the spike
+
+
+def test_the_spike_is_one_of_the_mean_over_ranks():
+    """The other three ranks have losses of 6 in all; the mean rises from 2 to 2.9, the sum by 3."""
+    guard = guard_of(lambda loss: loss + 6.0, world_size=4, loss_spike_threshold=1.0)
+    assert guard.judge(torch.tensor(2.0), 1.0) == ""
+    assert guard.judge(torch.tensor(5.6), 1.0) == ""
+    assert guard.state() == {"average_loss": pytest.approx(0.9 * 2.0 + 0.1 * 2.9)}
+    assert guard.judge(torch.tensor(6.5), 1.0) == "the loss rose from 2.0900 to 3.1250"
+
+
+def test_the_tenth_bad_step_in_a_row_ends_the_run():
+    guard = guard_of(on_bad_loss="skip")
+    for loss in [math.nan] * 9 + [1.0] + [math.nan] * 9:
+        assert bool(guard.judge(torch.tensor(loss), 1.0)) == math.isnan(loss)
+    with pytest.raises(DivergedError, match="^the loss is nan, after 9 skipped steps"):
+        guard.judge(torch.tensor(math.nan), 1.0)
+
+
+def test_a_skipped_step_is_not_good_and_the_next_one_is(capsys):
+    guard = guard_of(on_bad_loss="skip", is_main=True)
+    flags = dict.fromkeys(("last", "leaves", "logs", "validates", "saves"), False)
+    for number, loss in ((1, 3.0), (2, math.inf), (3, 3.0)):
+        loss = torch.tensor(loss)
+        assert guard.changed_loss(loss, loss).isnan() == (number == 2)
+        step = Step(number, 0.1, loss, 1.0, 8 * number, 8, **flags)
+        guard.after_step(step)
+        assert step.good == (number != 2)
+    said = capsys.readouterr().out
+    assert said == (
+        "  the loss is inf at step 2, samples 8 to 15 of the split train: its update is skipped\n"
+    )
 
 
 def several(groups, cells):

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from megatron.data.samples.loader import TrainLoader
-from megatron.engine.training.batches import next_batches, on_device
+from megatron.engine.training.batches import Counting, next_batches, on_device
 
 
 class Numbers:
@@ -62,3 +62,21 @@ def test_a_cpu_copies_nothing():
     tensor = on_device(array, torch.device("cpu"))
     array[0, 0] = 7
     assert tensor[0, 0] == 7
+
+
+def test_the_divisor_is_the_mean_number_of_targets_of_all_micro_batches():
+    """Here 3 + 3 targets count, and 7 on the other two of 3 ranks, in 2 micro-batches each.
+
+    If targets after the token 9 do not count, they are 3 + 2.
+    """
+    groups: Any = SimpleNamespace(
+        device=torch.device("cpu"), data_size=3, sum_over_data=lambda total: total + 7
+    )
+    arrays = [np.array([[1, 2, 3, 4]]), np.array([[~1, 9, 6, 5]])]
+    assert Counting(per_token=True).divisor(arrays, groups) == (3 + 3 + 7) / 6
+    found = list(next_batches(iter(arrays), 2, groups, Counting(9, per_token=True)))
+    assert [(x.tolist(), y.tolist()) for x, y, _ in found] == [
+        ([[1, 2, 3]], [[2, 3, 4]]),
+        ([[1, 9, 6]], [[9, -1, 5]]),
+    ]
+    assert [float(divisor) for *_, divisor in found if divisor is not None] == [2.0, 2.0]

@@ -57,14 +57,14 @@ def parameters():
     return [torch.nn.Parameter(torch.full(shape, 0.5)) for shape in (*SHAPES, (7,))]
 
 
-def torchs_own():
-    """Return the parameters after three steps of torch's Muon and AdamW."""
+def torchs_own(steps=3):
+    """Return the parameters after some steps of torch's Muon and AdamW."""
     *matrices, other = parameters()
     muon = torch.optim.Muon(
         matrices, lr=0.1, weight_decay=0.2, momentum=0.9, adjust_lr_fn="match_rms_adamw"
     )
     adamw = torch.optim.AdamW([other], lr=0.1, weight_decay=0.2, betas=(0.8, 0.9), eps=1e-6)
-    for gradients in random_gradients():
+    for gradients in random_gradients(steps):
         for parameter, gradient in zip((*matrices, other), gradients, strict=True):
             parameter.grad = gradient
         muon.step()
@@ -122,6 +122,37 @@ def test_a_step_on_a_slice_is_that_on_whole_matrices():
         optimizer.step()
     expected = torch.cat([matrix.detach().flatten() for matrix in torchs_own()[:-1]])
     torch.testing.assert_close(slice_.detach()[:-3], expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.usefixtures("in_bf16")
+@pytest.mark.parametrize("ranks", [2, 3, 8, 76])
+def test_each_rank_updates_its_own_slice(monkeypatch, ranks):
+    """76 elements on 3 ranks are slices of 26, which cut matrices; on 8 ranks slices of 10.
+
+    After one step, the momentum is 0.1 g, and Nesterov's update 0.9 x 0.1 g + 0.1 g = 0.19 g.
+    """
+    gradients = random_gradients(1)[0][:-1]
+    size = -(-76 // ranks)
+    padding = torch.zeros(size * ranks - 76)
+    flat = torch.cat([g.flatten() for g in gradients] + [padding])
+
+    def gather(whole, piece, group):
+        assert group == "replicas" and whole.numel() == flat.numel()
+        whole.copy_((0.19 * flat).to(whole.dtype))
+
+    monkeypatch.setattr(torch.distributed, "all_gather_into_tensor", gather)
+    found = []
+    for rank in range(ranks):
+        *matrices, other = parameters()
+        groups = SimpleNamespace(replica_rank=rank, replica_size=ranks, replicas="replicas")
+        optimizer = MuonWithAdamW(groups_of(matrices, other), **SETTINGS, ranks=groups)
+        slice_ = torch.nn.Parameter(torch.full((size,), 0.5))
+        optimizer.param_groups[1]["params"] = [slice_]
+        slice_.grad = flat[rank * size : (rank + 1) * size]
+        optimizer.step()
+        found.append(slice_.detach())
+    expected = torch.cat([matrix.detach().flatten() for matrix in torchs_own(1)[:-1]])
+    torch.testing.assert_close(torch.cat(found)[:76], expected, rtol=0, atol=2e-3)
 
 
 KEYS = {

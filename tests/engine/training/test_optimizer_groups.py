@@ -9,8 +9,16 @@ from megatron.attention import choose
 from megatron.config import load_config
 from megatron.config.sections.training import OptimizerConfig
 from megatron.engine.training.deepspeed_engine import engine_config
-from megatron.engine.training.optimizer import all_finite, build_optimizer, parameter_groups
+from megatron.engine.training.optimizer import (
+    all_finite,
+    build_optimizer,
+    gradient_norm,
+    mark_sharded_gradients,
+    parameter_groups,
+)
 from megatron.model import GPT, BlockShape, GPTShape, Plan
+from megatron.parallel.groups import ALONE, TensorGroup
+from megatron.parallel.sharding import Sharding, mark_sharding
 from megatron.positional import load
 from tests.helpers.paths import ROOT
 
@@ -63,8 +71,9 @@ def test_adam_is_decoupled():
     weight.grad = torch.zeros(2)
     optimizer.step()
     torch.testing.assert_close(weight.detach(), torch.full((2,), 2.0 * (1 - 0.1 * 0.5)))
-    with pytest.raises(ValueError, match="lion"):
-        build_optimizer("lion", [group], adam(0.01))
+    for unknown in ("lion", "sophia"):
+        with pytest.raises(ValueError, match=unknown):
+            build_optimizer(unknown, [group], adam(0.01))
 
 
 @pytest.mark.parametrize("clipping", [0.0, 1.0])
@@ -90,3 +99,53 @@ def test_only_elements_of_the_weight_are_checked(rank, index, finite):
     weight.ds_tensor[index] = torch.nan
     groups = SimpleNamespace(replica_rank=rank, device="cpu", sum_over_job=lambda count: count)
     assert all_finite(torch.nn.ParameterList([weight]), groups) == finite
+
+
+@pytest.mark.parametrize("kind", ["adam", "muon"])
+@pytest.mark.parametrize(("decays", "weight_decay"), [(True, 0.3), (False, 0.0)])
+def test_theta_with_a_rate_of_its_own_is_the_third_group(kind, decays, weight_decay):
+    gpt = model()
+    keys = {"theta_lr_multiplier": 5.0, "weight_decay_positional": decays, "type": kind}
+    groups = parameter_groups(gpt, adam(0.3, **keys))
+    assert [g["name"] for g in groups[:3]] == ["decayed", "not decayed", "theta"]
+    assert names(gpt, groups[2]) == {"embedding.theta"}
+    assert (groups[2]["lr_multiplier"], groups[2]["weight_decay"]) == (5.0, weight_decay)
+
+
+def test_a_stage_without_theta_has_another_parameter_in_its_group():
+    stage = torch.nn.Linear(3, 2)
+    decayed, exempt, theta = parameter_groups(stage, adam(0.3, theta_lr_multiplier=5.0))
+    assert names(stage, decayed) == {"weight"} and exempt["params"] == []
+    assert names(stage, theta) == {"bias"}
+    assert (theta["lr_multiplier"], theta["weight_decay"]) == (1.0, 0.0)
+
+
+class Two(TensorGroup):
+    """The first of two tensor-parallel ranks; the other has a sharded gradient of norm 12."""
+
+    def gather(self, tensor):
+        return [tensor, torch.tensor(144.0)]
+
+
+def layer_with_gradients():
+    """Return a layer whose sharded weight has a gradient of norm 5, and whose bias has (2, 4)."""
+    layer = torch.nn.Linear(2, 2)
+    layer.frozen = torch.nn.Parameter(torch.ones(9), requires_grad=False)
+    layer.weight.grad = torch.tensor([[3.0, 0.0], [0.0, -4.0]])
+    layer.bias.grad = torch.tensor([2.0, 4.0])
+    mark_sharding(layer.weight, Sharding(0), TensorGroup(size=2))
+    return layer
+
+
+def test_the_norm_counts_sharded_gradients_of_all_ranks_and_others_once():
+    layer = layer_with_gradients()
+    assert gradient_norm(layer, Two(size=2)).item() == pytest.approx((20 + 25 + 144) ** 0.5)
+    assert gradient_norm(layer, ALONE).item() == pytest.approx((20 + 25) ** 0.5)
+
+
+def test_only_gradients_of_sharded_parameters_are_marked():
+    layer = layer_with_gradients()
+    mark_sharding(layer.frozen, Sharding(0), TensorGroup(size=2))
+    mark_sharded_gradients(layer)
+    assert layer.weight.grad.model_parallel is True
+    assert not hasattr(layer.bias.grad, "model_parallel") and layer.frozen.grad is None

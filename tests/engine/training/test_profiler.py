@@ -78,6 +78,9 @@ def test_training_that_ends_before_the_profile_does_writes_it(tmp_path):
         "profile_step2-3.json", "profile_step2-3.txt"
     }  # fmt: skip
     assert len(said) == 1 and "aten::add" in (tmp_path / "profile_step2-3.txt").read_text()
+    events = json.loads((tmp_path / "profile_step2-3.json").read_text())["traceEvents"]
+    shapes = [e["args"].get("Input Dims") for e in events if e.get("name") == "aten::add"]
+    assert shapes == [[[2], [], []]] * 2  # steps 2 and 3: a tensor of 2 elements, 1, and alpha
 
 
 def test_a_profile_from_step_0_begins_with_the_first_step(tmp_path):
@@ -103,6 +106,9 @@ def test_memory_of_a_gpu_is_recorded(tmp_path, monkeypatch):
         steps.before_step(number)
         assert calls == expected
     steps.end()
+    early = profiler(tmp_path, [])
+    early.before_step(1), early.end()  # training ends before the first step of the profile
+    assert calls == told[-1]
     path = tmp_path / "there" / "profile_step2-2_memory.pickle"
     assert path.exists() and len(said) == 1 and str(path) in said[0]
 

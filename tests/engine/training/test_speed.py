@@ -13,7 +13,13 @@ from megatron.engine.job_data import JobData
 from megatron.engine.model_shape import shape_of
 from megatron.engine.training import step_log
 from megatron.engine.training.hooks import Step
-from megatron.engine.training.speed import flops_per_token, keys_per_query, speed_of
+from megatron.engine.training.speed import (
+    Speed,
+    flops_per_token,
+    keys_per_query,
+    known_peak,
+    speed_of,
+)
 from megatron.engine.training.step_log import StepLog
 from megatron.parallel.groups import build_groups
 from tests.helpers.jobs import write_config, write_shards
@@ -115,3 +121,25 @@ def test_skipped_steps_count_in_the_speed(config, monkeypatch, tmp_path):
     assert logged["train/tflops_per_device"] == pytest.approx(rate * flop / 1e12)
     assert logged["train/mfu"] == pytest.approx(rate * flop / 1e12 / 0.001)
     assert "| 64 tokens/s | ETA 0:00:20" in logged["text"]  # ten steps are left
+
+
+def test_the_rates_of_four_devices_by_hand(monkeypatch):
+    """Of 8,000 tokens/s with 10^9 operations each, four devices have 2 TFLOP/s each."""
+    usage = SimpleNamespace(ru_maxrss=10**6)  # KiB
+    monkeypatch.setattr("resource.getrusage", lambda who: usage)
+    found = Speed(1e9, 4, peak_tflops=8.0).metrics(8000.0, torch.device("cpu"))
+    assert found == {"train/tflops_per_device": 2.0, "train/mfu": 0.25, "train/memory_gb": 1.024}
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: 3 * 10**9)
+    found = Speed(1e9, 4, None).metrics(8000.0, torch.device("cuda"))
+    assert found == {"train/tflops_per_device": 2.0, "train/memory_gb": 3.0}
+
+
+def test_the_peak_is_that_of_a_gpu_in_16_bits(monkeypatch):
+    name = "NVIDIA H100 80GB HBM3"
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
+    assert known_peak(torch.device("cuda"), "bf16") == known_peak(torch.device("cuda"), "fp16")
+    assert known_peak(torch.device("cuda"), "bf16") == 989
+    assert known_peak(torch.device("cuda"), "fp32") is None
+    assert known_peak(torch.device("cpu"), "bf16") is None
+    name = "Radeon"
+    assert known_peak(torch.device("cuda"), "bf16") is None

@@ -16,7 +16,7 @@ from torch._dynamo.utils import counters
 
 from megatron.config import ConfigError, load_config
 from megatron.engine.training import loop
-from megatron.engine.training.compiled import Compilations
+from megatron.engine.training.compiled import Compilations, compile_model
 from megatron.model import GPT
 from tests.helpers.jobs import rows, run_job, write_run_config, write_shards
 from tests.helpers.launch import run_ranks
@@ -44,6 +44,24 @@ def test_one_graph_trains_to_the_same_loss_and_evaluation_compiles_nothing(tmp_p
         assert set(rows(run, "compile/graphs").values()) == ({1} if compiled else set())
         assert set(rows(run, "compile/recompiles").values()) == ({0} if compiled else set())
     assert len(found[0]) > 1 and found[1:] == [pytest.approx(found[0], rel=1e-5)] * 2
+
+
+@pytest.mark.parametrize(
+    ("mode", "copied"),
+    [("default", False), ("reduce-overhead", True), ("max-autotune-no-cudagraphs", False)],
+)
+def test_gradients_are_copied_only_with_cuda_graphs(monkeypatch, mode, copied):
+    """A hook that clones gets a gradient of its own, so the parameter's is another tensor."""
+    compiled, hooked = [], []
+    monkeypatch.setattr(nn.Module, "compile", lambda self, **how: compiled.append(how))
+    monkeypatch.setattr(nn.Parameter, "register_hook", lambda *given: hooked.append(given))
+    model = nn.Linear(2, 2)
+    model.bias.requires_grad_(False)
+    compile_model(model, mode)
+    assert compiled == [{"dynamic": False, "mode": mode}]
+    assert [(id(weight), hook) for weight, hook in hooked] == (
+        [(id(model.weight), torch.clone)] * copied
+    )
 
 
 def recorded(graph, _):

@@ -1,0 +1,196 @@
+"""What an evaluation writes and prints: titles, baselines and kernels, with a model by hand."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pandas as pd
+import pytest
+import torch
+
+from megatron.config import load_config
+from megatron.data.errors import DataError
+from megatron.data.tasks.registry import build_task
+from megatron.engine.build import tokenizer_of
+from megatron.engine.open_text import open_text
+from megatron.evaluation import accuracy, by_length, length_report
+from megatron.evaluation.accuracy import Accuracy, write_accuracy
+from megatron.evaluation.by_length import draw_kernels, evaluate_checkpoint, measurement_of
+from megatron.parallel.groups import build_groups
+from megatron.positional import load
+from tests.helpers.jobs import write_config, write_shards
+
+CPU = build_groups(torch.device("cpu"))
+KEYS = {"eval_lengths": [32, 16], "eval_tokens": 128, "train_batch_size": 8}
+
+
+class Model:
+    """A model whose loss at each target is 1, plus 1 / (number of tokens that it sees)."""
+
+    def __init__(self, pos, parts=()):
+        self.pos, self.theta_parts = load(pos), list(parts)
+
+    def __call__(self, inputs, targets):
+        seen = torch.arange(1, inputs.shape[1] + 1)
+        return 1 + (1 / seen).expand(inputs.shape)
+
+
+@pytest.fixture
+def evaluate(tmp_path, monkeypatch):
+    """Return a function that evaluates a model by hand, and returns the texts and the files."""
+
+    def run(pos="kerple_log", parts=(), out="out", **keys):
+        path = write_config(tmp_path / "c.yml", write_shards(tmp_path), **KEYS | keys)
+        config, said = load_config([path]), []
+        opened = SimpleNamespace(
+            model=Model(pos, parts),
+            tokenizer=tokenizer_of(config),
+            said=lambda: "opened",
+            saved=SimpleNamespace(step=70),
+        )
+        monkeypatch.setattr(by_length, "open_run", lambda *given: opened)
+        monkeypatch.setattr(length_report, "figure_png", lambda figure: b"")
+        (tmp_path / "run").mkdir(exist_ok=True)
+        folder = tmp_path / out if out else None
+        results = evaluate_checkpoint(config, tmp_path / "run", out=folder, say=said.append)
+        return said, folder or tmp_path / "run", results
+
+    return run
+
+
+def harmonic(length):
+    return 1 + sum(1 / n for n in range(1, length + 1)) / length
+
+
+def test_tables_and_titles(evaluate):
+    said, folder, results = evaluate()
+    assert said[0] == "opened" and said[1].startswith("length 16: perplexity ")
+    assert said[3].splitlines()[0] == "kerple_log, trained at 16"
+    assert said[4] == f"written to {folder}: extrapolation.csv and pictures"
+    table = pd.read_csv(folder / "extrapolation.csv")
+    assert table.loss.tolist() == pytest.approx([harmonic(16), harmonic(32)], rel=1e-6)
+    assert table.sequences.tolist() == [8, 4] and table.step.tolist() == [70, 70]
+    assert sorted(path.name for path in folder.iterdir()) == [
+        "extrapolation.csv", "extrapolation.png", "kernels.png"
+    ]  # fmt: skip
+    assert [result.length for result in results] == [16, 32]
+
+
+@pytest.mark.parametrize(("scale", "title"), [(0.5, ", distances x 0.5"), (2.0, ", distances x 2")])
+def test_a_title_names_another_scale_of_distances(evaluate, scale, title):
+    said, _, results = evaluate(eval_distance_scale=scale)
+    assert said[3].splitlines()[0] == f"kerple_log, trained at 16{title}"
+    assert [result.distance_scale for result in results] == [scale, scale]
+
+
+def test_without_a_folder_the_run_gets_the_files_and_only_distances_have_kernels(evaluate):
+    _, folder, _ = evaluate("rotary", out=None)
+    assert folder.name == "run"
+    names = sorted(path.name for path in folder.iterdir())
+    assert names == ["extrapolation.csv", "extrapolation.png"]
+
+
+def test_baselines_see_fewer_tokens(evaluate):
+    """128 targets / 4 tokens: at most 32 windows of exactly 4 tokens, whose loss is 1 + 1/4."""
+    _, folder, _ = evaluate(eval_context_baseline=4)
+    table = pd.read_csv(folder / "context_baseline.csv", index_col="baseline")
+    pieces, windows = table.index
+    assert pieces == "the text cut into pieces of 4 tokens"
+    assert windows == "the 4 tokens before each scored one"
+    assert table.loss[pieces] == pytest.approx(harmonic(4), rel=1e-6)
+    assert table.loss[windows] == pytest.approx(1.25, rel=1e-6)
+    # 4 sequences of 33 tokens have 29 windows each; every (116 // 32)-th is read.
+    assert table.sequences[[pieces, windows]].tolist() == [32, 39]
+
+
+def test_a_split_that_is_too_short_is_an_error(tmp_path):
+    path = write_config(
+        tmp_path / "c.yml",
+        write_shards(tmp_path, 10),
+        **KEYS | {"eval_lengths": [3000], "eval_tokens": 3000},
+    )
+    config = load_config([path])
+    tokenizer = tokenizer_of(config)
+    text = open_text(config, tokenizer)
+    with pytest.raises(
+        DataError, match=r"^the valid split \(1 documents\) is shorter than one seq"
+    ):
+        measurement_of(config, CPU, Model("alibi"), tokenizer, text, 128)
+
+
+@pytest.fixture
+def drawn(tmp_path, monkeypatch):
+    """Return a function from an embedding and theta to what is drawn, and into which file."""
+
+    def draw(pos, theta=None, **keys):
+        calls = []
+        monkeypatch.setattr(length_report, "write_kernels", lambda *given: calls.append(given))
+        config = load_config([write_config(tmp_path / "c.yml", "text", **KEYS | keys)])
+        draw_kernels(pos, theta, config, tmp_path)
+        return calls
+
+    return draw
+
+
+def test_kernels_are_those_of_trained_theta(drawn):
+    """kerple_log: b(d) = -p log(1 + a d), for p = 1, 2, 3, 4 and a = 0.5."""
+    theta = torch.tensor([[p, 0.5] for p in (1.0, 2.0, 3.0, 4.0)])
+    [(bias, distances, weight, length, path)] = drawn(load("kerple_log"), theta)
+    assert weight is None and length == 16 and path.name == "kernels.png"
+    assert distances.tolist() == list(range(1, 33))  # up to the largest of `eval_lengths`
+    for head in range(4):
+        expected = -(head + 1) * torch.log1p(0.5 * torch.arange(1, 33))
+        assert bias[head] == pytest.approx(expected.numpy(), rel=1e-5)
+
+
+def test_layers_with_other_kernels_have_pictures_of_their_own(drawn):
+    pos = load("sandwich+rotary")
+    [(_, _, _, _, path)] = drawn(pos)
+    assert path.name == "kernels.png"
+    assert drawn(load("rotary")) == []
+
+
+COPY = build_task("copy", {"max_length": 4})
+
+
+def test_the_picture_of_the_accuracy_has_its_interval(tmp_path, monkeypatch):
+    figures = []
+    monkeypatch.setattr(accuracy, "figure_png", lambda figure: figures.append(figure) or b"")
+    rows = [
+        Accuracy(4, 1.0, 10, exact=0.5, exact_low=0.2, exact_high=0.6, token=0.9),
+        Accuracy(8, 2.0, 10, exact=0.25, exact_low=0.125, exact_high=0.5, token=0.75),
+    ]
+    text = write_accuracy(rows, COPY, tmp_path / "new", "a title")
+    assert text.startswith("a title\n length  times_train  examples  exact")
+    assert " 0.125 " in text and "distance_scale" in text and "code" not in text
+    assert text.endswith(f"written to {tmp_path}/new: accuracy.csv and accuracy.png")
+    axes = figures[0].axes[0]
+    bars = axes.containers[0].lines[2][0].get_segments()
+    assert [bar[:, 1].tolist() for bar in bars] == [
+        pytest.approx([0.2, 0.6]), pytest.approx([0.125, 0.5])
+    ]  # fmt: skip
+    low, high = axes.get_ylim()
+    assert low < 0 and high > 1  # points at 0 and 1 are inside the frame
+    labels = [each.get_text() for each in axes.get_legend().get_texts()]
+    assert labels == ["tokens", "training length 4", "whole answers, 95% interval"]
+
+
+@pytest.mark.parametrize(("scale", "title"), [(1.0, ""), (0.5, ", distances x 0.5")])
+def test_the_title_of_the_accuracy(tmp_path, monkeypatch, scale, title):
+    found = Accuracy(4, 1.0, 10, 0.5, 0.2, 0.6, 0.9)
+    given = []
+    monkeypatch.setattr(accuracy, "accuracy_at", lambda *each: given.append(each[2:4]) or found)
+    monkeypatch.setattr(accuracy, "figure_png", lambda figure: b"")
+    config = write_config(
+        tmp_path / "c.yml", "builtin:copy", tokenizer_type="TaskTokenizer", train_batch_size=4,
+        task_options={"max_length": 4}, eval_lengths=[8, 4], eval_examples=7,
+        eval_distance_scale=scale,
+    )  # fmt: skip
+    measured = SimpleNamespace(
+        loss_fn=None, config=load_config([config]), groups=CPU, pos=load("alibi"), step=3
+    )
+    said: list[str] = []
+    rows = accuracy.evaluate_task(measured, COPY, tmp_path, said.append)
+    assert given == [(4, 7), (8, 7)]
+    assert said[0].splitlines()[0] == f"copy, alibi, trained at 1 to 4{title}"
+    assert [(row.distance_scale, row.step, row.split) for row in rows] == [(scale, 3, "valid")] * 2

@@ -1,0 +1,186 @@
+"""The suite's intervals, key tokens, reports and titles from numbers that are known."""
+
+from __future__ import annotations
+
+import json
+import math
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+from megatron.config import load_config
+from megatron.data.errors import DataError
+from megatron.engine.build import tokenizer_of
+from megatron.evaluation.suite import (
+    all_measures,
+    intervals,
+    key_tokens,
+    suite_report,
+)
+from megatron.evaluation.suite.intervals import Estimate, estimate
+from megatron.evaluation.suite.measure import Measure, Row, Sample, read_sample
+from megatron.evaluation.suite.suite_report import Report, write_report
+from megatron.parallel.groups import build_groups
+from megatron.positional import load
+from tests.helpers.jobs import write_config
+from tests.helpers.shards import write_documents
+
+CPU = build_groups(torch.device("cpu"))
+
+
+@pytest.mark.parametrize(
+    ("value", "low", "high", "excludes"),
+    [(2e-6, 1e-6, 3e-6, True), (-2e-6, -3e-6, -1e-6, True), (1e-6, 1e-9, 1, True)]
+    + [(9e-7, 1e-7, 1, False), (1.0, 0.0, 2.0, False), (-1.0, -2.0, 0.0, False)],
+)
+def test_an_interval_excludes_zero(value, low, high, excludes):
+    assert Estimate(value, low, high, 3).excludes_zero is excludes
+
+
+def test_estimates_have_two_to_six_digits_and_perplexities():
+    assert str(Estimate(12.3456, 1.0, 20.0, 3)) == "12.3456 [1.0000, 20.0000]"
+    assert str(Estimate(1e-9, -2e-9, 2e-9, 3)) == "0.000000 [-0.000000, 0.000000]"
+    found = Estimate(1.0, 0.0, 2.0, 3).perplexity
+    assert (found.value, found.low, found.high, found.documents) == (
+        pytest.approx(math.e), 1.0, pytest.approx(math.e**2), 3
+    )  # fmt: skip
+
+
+def test_intervals_are_scipys_at_95_percent_or_percentiles(monkeypatch):
+    asked, found = {}, [(0.5, 0.75), (math.nan, 1.0), (1.0, math.nan)]
+
+    def bootstrap(data, statistic, **options):
+        asked.update(options, value=statistic(*data))
+        return SimpleNamespace(
+            confidence_interval=found.pop(0), bootstrap_distribution=np.arange(1001.0)
+        )
+
+    monkeypatch.setattr(intervals.stats, "bootstrap", bootstrap)
+    totals, counts, documents = np.array([2.0, 9.0]), np.array([1.0, 3.0]), np.arange(2)
+    assert estimate(totals, counts, documents) == Estimate(11 / 4, 0.5, 0.75, 2)
+    assert (asked["confidence_level"], asked["n_resamples"], asked["paired"]) == (0.95, 2000, True)
+    assert asked["value"] == 11 / 4
+    for _ in range(2):
+        assert estimate(totals, counts, documents) == Estimate(11 / 4, 25.0, 975.0, 2)
+
+
+def test_documents_without_counts_are_left_out():
+    found = estimate(np.array([4.0, 9.0, 8.0]), np.array([2.0, 0.0, 4.0]), np.array([5, 6, 7]))
+    assert found == Estimate(2.0, 2.0, 2.0, 2)
+    alone = estimate(np.array([4.0, 9.0]), np.array([2.0, 0.0]), np.array([5, 6]))
+    assert (alone.value, alone.documents) == (2.0, 1) and math.isnan(alone.high)
+
+
+def test_key_tokens_gain_more_than_2_nats_and_have_less_than_2():
+    full = np.array([[1.0, 1.9, 2.0, 1.0, 1.0]])
+    twin = np.array([[3.1, 3.95, 9.0, 3.0, 0.5]])
+    gain = key_tokens.judged_gain(full, twin)
+    assert gain[0].tolist() == [pytest.approx(2.1), pytest.approx(2.05), -math.inf, 2.0, -0.5]
+    sample = Sample(np.zeros((1, 6), int), np.arange(1), 0, (5,), 1)
+    found = key_tokens.key_tokens(sample, full, twin, gain, "me")
+    assert found.rows[0].also == {"tokens": 2, "share": 2 / 5}
+    assert found.says == (
+        "2 key tokens (a part of 0.4): their perplexity is 4.26, and 34.0 within the window "
+        "(the judge is me)."
+    )
+    same_length = Sample(np.zeros((1, 6), int), np.arange(1), 5, (5,), 1)
+    assert key_tokens.key_tokens(same_length, full, twin, gain, "me").rows == []
+
+
+def test_the_report_has_tables_pictures_and_numbers(tmp_path, monkeypatch):
+    figures = []
+    monkeypatch.setattr(suite_report, "figure_png", lambda figure: figures.append(figure) or b"x")
+    values = [Estimate(v, v - 1, math.nan if v == 3 else v + 2, 3) for v in (3.0, 2.0, 4.0, 5.0)]
+    rows = [
+        Row({"length": length, "depth": depth}, value, {"loss": 1234567, "share": 0.123456})
+        for (length, depth), value in zip(
+            [(64, 0.5), (1024, 0.5), (64, 0.9), (1024, 0.9)], values, strict=True
+        )
+    ]
+    two = Measure("two", "Two rows", "nats", "It says two.", rows[:2])
+    four = Measure("four", "Four rows", "nats", "It says four.", rows)
+    none = Measure("none", "No rows", "nats", "Not measured.", [])
+    about = {"distance_scale": 1.0, "split": "valid", "step": 7, "code": "abc"}
+    report = Report(
+        "A model", about, {"text": "t", **about}, ["First.", "Second."], [two, four, none]
+    )
+    write_report(report, tmp_path / "new" / "suite", 128)
+    folder = tmp_path / "new" / "suite"
+    names = {path.name for path in folder.iterdir()}
+    assert names == {"report.md", "report.json", "two.csv", "four.csv", "four.png"}
+    page = (folder / "report.md").read_text()
+    assert page.startswith(
+        "# A model\n\n**First.**  \n**Second.**  \n\n- text: t\n- distance_scale: "
+    )
+    assert "| length | depth | nats | interval | documents | loss | share |\n|---:|---:|" in page
+    assert "| 1,024 | 0.5 | 2.0000 | 1.0000 to 4.0000 | 3 | 1,234,567 | 0.1235 |" in page
+    assert "![Four rows](four.png)" in page and "two.png" not in page
+    assert page.endswith("Intervals have a level of 95%, by bootstrap over documents (or, for "
+                         "induction, over random sequences).\n")  # fmt: skip
+    assert (folder / "report.json").read_text().startswith('{\n "title": "A model",\n "verdict": [')
+    content = json.loads((folder / "report.json").read_text())
+    assert content["measures"]["none"] == {"unit": "nats", "says": "Not measured.", "rows": []}
+    assert content["measures"]["two"]["rows"][0]["high"] is None
+    assert content["measures"]["two"]["rows"][1]["high"] == 4.0
+    assert (folder / "two.csv").read_text().splitlines()[1].endswith(",1.0,valid,7,abc")
+    [axes] = figures[0].axes
+    assert axes.get_xscale() == "log" and axes.get_xlabel() == "length (tokens)"
+    curves = [each.lines[0].get_ydata().tolist() for each in axes.containers]
+    assert curves == [[3.0, 2.0], [4.0, 5.0]]
+    bars = axes.containers[1].lines[2][0].get_segments()
+    assert [bar[:, 1].tolist() for bar in bars] == [[3.0, 6.0], [4.0, 7.0]]
+
+
+@pytest.mark.parametrize(
+    ("scale", "stretched"), [(1.0, ""), (0.5, ", distances x 0.5"), (2.0, ", distances x 2")]
+)
+def test_the_title_and_the_facts(tmp_path, monkeypatch, capsys, scale, stretched):
+    write_documents(tmp_path / "t", [np.append(np.arange(40) % 250, 256)] * 5)
+    keys = {"eval_lengths": [32, 16], "train_batch_size": 8, "eval_distance_scale": scale}
+    keys |= {"split": "2,3,0"}
+    config = load_config([write_config(tmp_path / "c.yml", str(tmp_path / "t"), **keys)])
+    opened = SimpleNamespace(
+        model=SimpleNamespace(pos=load("alibi")),
+        tokenizer=tokenizer_of(config),
+        config=config,
+        said=lambda: "opened",
+        saved=SimpleNamespace(step=70, path="a/checkpoint"),
+    )
+    monkeypatch.setattr(all_measures, "open_run", lambda *given: opened)
+    found = Measure("m", "M", "nats", "It says.", [])
+    monkeypatch.setattr(all_measures, "measure_with_progress", lambda *given: [found])
+    monkeypatch.setattr(all_measures, "verdict", lambda measures: ["A verdict."])
+    report = all_measures.run_suite(config, tmp_path / "run")
+    assert report.title == f"alibi, trained at 16 tokens{stretched}"
+    assert report.facts["text"] == f"valid of {tmp_path}/t"
+    assert report.facts["sequences"] == "3 of 32 tokens, out of 3 documents that are long enough"
+    assert (report.facts["step"], report.facts["checkpoint"]) == (70, "a/checkpoint")
+    folder = tmp_path / "run" / "suite"
+    assert capsys.readouterr().out.splitlines() == [
+        "opened", report.title, "  It says.", "A verdict.",
+        f"written to {folder}: report.md, and tables and pictures",
+    ]  # fmt: skip
+    all_measures.run_suite(config, tmp_path / "run", out=tmp_path / "other")
+    assert (tmp_path / "other" / "report.md").exists()
+    task = load_config([
+        write_config(
+            tmp_path / "d.yml", "builtin:copy", tokenizer_type="TaskTokenizer", train_batch_size=8,
+            task_options={"max_length": 4}, eval_lengths=[4],
+        )
+    ])  # fmt: skip
+    with pytest.raises(DataError, match="data_path is a length task, copy"):
+        all_measures.run_suite(task, tmp_path / "run")
+
+
+def test_documents_of_exactly_the_size_are_read(tmp_path):
+    """A sequence of 15 inputs has 16 tokens; its document's last token ends the document."""
+    sizes = (17, 16, 18)
+    shards = write_documents(
+        tmp_path / "t", [np.append(np.arange(n - 1) + 100 * i, 65000) for i, n in enumerate(sizes)]
+    )
+    sample = read_sample(shards, (0, 3), (7, 15), train_length=8, tokens=100, eod=65000)
+    assert sample.sequences_nT.shape == (2, 16) and sample.documents.tolist() == [0, 2]
+    assert sample.sequences_nT[0].tolist() == list(range(16))
+    assert sample.sequences_nT[1, 0] in (200, 201)

@@ -1,0 +1,204 @@
+"""What a plan says about communication, time and remedies, with memory that is given."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from megatron.config import load_config
+from megatron.engine.errors import StartError
+from megatron.engine.gpus import gpu_named
+from megatron.plan import plan_text as module
+from megatron.plan.live_tensors import LiveBytes
+from megatron.plan.plan_text import GIB, plan_text, sent_per_step
+from megatron.plan.step import SilentGroup, Step
+from tests.helpers.paths import ROOT
+
+FILES = [ROOT / "configs" / name for name in ("model/small.yml", "paper/train.yml")]
+GIVEN = ["train_batch_size=null", "train_micro_batch_size_per_gpu=4", "pos_emb=rotary"]
+GIVEN += ["num_layers=4", "checkpoint_activations=false", "precision=fp16"]
+
+
+def config_of(*overrides, gpus=4):
+    return load_config(FILES, [*GIVEN, *overrides], world_size=gpus)
+
+
+def test_a_silent_group_counts_what_ring_algorithms_send():
+    group = SilentGroup(4)
+    small, large = torch.zeros(10), torch.zeros(100)
+    assert group.allreduce([large], "options").wait()
+    assert group.sent == 2 * 400 * 3 / 4
+    group.sent = 0
+    group._allgather_base(large, small)
+    assert group.sent == 400 * 3 / 4
+    alone = SilentGroup(1)
+    alone.allreduce([large])
+    assert alone.sent == 0
+
+
+@pytest.mark.parametrize(
+    ("stage", "accumulation", "halves"), [(0, 3, 2), (1, 3, 2), (2, 3, 4), (3, 3, 9), (3, 1, 3)]
+)
+def test_bytes_of_gradients_and_weights(stage, accumulation, halves):
+    """Half of a sum of 1,000 16-bit numbers over 4 ranks sends 2,000 x 3/4 bytes."""
+    keys = [f"zero_optimization.stage={stage}", f"gradient_accumulation_steps={accumulation}"]
+    step = Step([600, 400], sent={"tensor": 7, "pipeline": 0})
+    assert sent_per_step(config_of(*keys), step) == {
+        "data": halves * 1500, "tensor": 7 * accumulation, "pipeline": 0
+    }  # fmt: skip
+
+
+def test_context_parallel_ranks_are_replicas_and_one_rank_sends_nothing():
+    step = Step([1000])
+    both = config_of("context_parallel_size=2")
+    assert sent_per_step(both, step)["data"] == 2 * 1500
+    assert sent_per_step(config_of(gpus=1), step)["data"] == 0
+
+
+@pytest.fixture
+def plan(monkeypatch):
+    """Return a function from overrides to the plan's lines, with memory by a formula."""
+
+    def write(memory_of, *overrides, gpus=4, gpu="V100", price=None, mfu=0.5):
+        calls = []
+
+        def peak_of(config, vocab_size):
+            calls.append(config)
+            memory = {"weights": memory_of(config) * GIB, "gradients": 0.0, "optimizer": GIB / 4}
+            return Step([1000], sent={"tensor": GIB // 2}), memory
+
+        monkeypatch.setattr(module, "peak_of", peak_of)
+
+        def load(*more):
+            return config_of(*overrides, *more, gpus=gpus)
+
+        return plan_text(load, gpu, mfu, price).splitlines()
+
+    return write
+
+
+def test_a_plan_that_fits(plan):
+    lines = plan(lambda config: 2.5)
+    assert "memory of the fullest rank, in GiB" in lines
+    at = lines.index("memory of the fullest rank, in GiB")
+    assert lines[at + 1 : at + 4] == [
+        f"  {'weights':<16}    2.50",
+        f"  {'optimizer':<16}    0.25",
+        f"  {'in all':<16}    2.75: fits into 90% of 32",
+    ]
+    assert lines[at + 4 : at + 7] == [
+        "what this rank sends in a step, in GiB",
+        f"  {'data':<16}    0.00",
+        f"  {'tensor':<16}    0.50",
+    ]
+    assert not any("what fits" in line or "price" in line for line in lines)
+
+
+def test_the_memory_that_is_usable_is_nine_tenths(plan):
+    usable = 0.9 * gpu_named("V100").memory - 0.25
+    for more, word in ((-0.001, "fits"), (0.001, "does not fit")):
+        lines = plan(lambda config, more=more: usable + more)
+        assert any(line.endswith(f": {word} into 90% of 32") for line in lines)
+
+
+def remedies(lines, most=3):
+    at = lines.index("what fits:")
+    found = [line for line in lines[at + 1 :] if line.startswith("  -o ")][:most]
+    return [line.rpartition(":")[0].strip() for line in found]
+
+
+def test_remedies_come_in_the_order_of_speed_and_keep_the_batch(plan):
+    """First recomputed activations, then smaller micro-batches, then more of ZeRO."""
+
+    def needs(config):
+        b = config.batch
+        assert b.train_batch_size == 32
+        return 40 if not config.model.checkpoint_activations else 10
+
+    kept = "-o train_batch_size=32 -o gradient_accumulation_steps=null"
+    recomputed = "-o checkpoint_activations=true"
+    assert remedies(plan(needs, "train_micro_batch_size_per_gpu=8")) == [
+        recomputed,
+        f"{recomputed} -o train_micro_batch_size_per_gpu=4 {kept}",
+        f"{recomputed} -o train_micro_batch_size_per_gpu=1 {kept}",
+    ]
+
+
+def test_layouts_come_last(plan, monkeypatch):
+    """Tensor parallelism first, as far as a node goes; pipelines use ZeRO-1."""
+    monkeypatch.setattr(module, "MOST_FITS", 99)
+
+    def needs(config):
+        p = config.parallel
+        return 10 if p.model_parallel_size * p.pipe_parallel_size > 1 else 40
+
+    keys = ["num_attention_heads=8", "num_layers=8", "checkpoint_activations=true"]
+    keys += ["train_micro_batch_size_per_gpu=1", "train_batch_size=64"]
+    lines = plan(needs, *keys, gpus=64)
+    layouts = [(2, 1), (4, 1), (8, 1), (2, 4), (4, 4), (8, 2), (8, 4), (8, 8)]
+    assert remedies(lines, 8) == [
+        f"-o model_parallel_size={tensor} -o pipe_parallel_size={stages}"
+        f"{' -o zero_optimization.stage=1' * (stages > 1)}"
+        for tensor, stages in layouts
+    ]
+
+
+def test_stages_of_zero_that_are_more_than_the_configs(plan):
+    def needs(config):
+        return 10 if config.parallel.zero_stage > 1 else 40
+
+    keys = ["checkpoint_activations=true", "train_micro_batch_size_per_gpu=1"]
+    stages = [f"-o zero_optimization.stage={stage}" for stage in (2, 3)]
+    found = remedies(plan(needs, *keys, "zero_optimization.stage=1"))
+    assert found[:2] == stages
+
+
+def test_nothing_fits(plan):
+    lines = plan(lambda config: 1000.0)
+    at = lines.index("what fits:")
+    assert lines[at + 1] == ("  nothing that was tried; use more GPUs, or GPUs with more memory")
+
+
+def test_a_pipeline_waits_at_its_start_and_end(plan):
+    """Three of 3 + 6 micro-batch times on 4 stages."""
+    keys = ["pipe_parallel_size=4", "gradient_accumulation_steps=6"]
+    lines = plan(lambda config: 1.0, *keys)
+    assert "in which a pipeline stage waits 33% of the time for others" in lines
+    assert not any("waits" in line for line in plan(lambda config: 1.0))
+
+
+@pytest.mark.parametrize(("precision", "rate"), [("fp32", "rate32"), ("fp16", "rate16")])
+def test_the_rate_is_that_of_the_precision(plan, precision, rate):
+    lines = plan(lambda config: 1.0, f"precision={precision}", mfu=0.25)
+    expected = 0.25 * getattr(gpu_named("V100"), rate)
+    assert any(f"each GPU reaches {expected:.0f} TFLOP/s" in line for line in lines)
+
+
+@pytest.mark.parametrize(("mfu", "fine"), [(0.0, False), (1.0, True), (1.01, False), (-1, False)])
+def test_efficiencies(plan, mfu, fine):
+    if fine:
+        assert plan(lambda config: 1.0, mfu=mfu)
+    else:
+        with pytest.raises(StartError, match="a number above 0 and at most 1"):
+            plan(lambda config: 1.0, mfu=mfu)
+
+
+def test_documents_are_told(plan):
+    told = "each sequence counts as one document; shorter documents take less time"
+    assert plan(lambda config: 1.0, "reset_attention_mask=true")[-1] == told
+    assert told not in plan(lambda config: 1.0)
+
+
+def test_live_bytes_count_a_storage_once_and_forget_it_once():
+    outside = torch.ones(10, device="meta")
+    with LiveBytes("meta") as live:
+        view = outside[:5]
+        assert live.now == 40  # a view of a tensor from outside
+        more = view.view(5)
+        assert (live.now, live.peak) == (40, 40)
+        del view, more
+        new = torch.ones(3, device="meta") + outside[:3]
+        assert live.now == 52 and live.peak == 64
+        assert (live.restart(), live.peak) == (64, 52)
+        del new
+        assert live.now == 40

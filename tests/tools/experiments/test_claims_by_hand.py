@@ -1,0 +1,148 @@
+"""Margins, best lengths, pairs of seeds and sentences of claims, counted by hand."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pandas as pd
+import pytest
+from scipy import stats
+
+from tests.tools.experiments.test_experiment_statistics import grid
+from tools.experiments.claims import p_value, significant, verdicts
+
+
+def table(metric, **values):
+    """Return results of `name={length: [value of each seed]}`."""
+    return pd.DataFrame(
+        [
+            {"embedding": name, "length": length, "seed": seed, "metric": metric, "value": value}
+            for name, by_length in values.items()
+            for length, by_seed in by_length.items()
+            for seed, value in enumerate(by_seed)
+        ]
+    )
+
+
+def side(name, length=64):
+    return {"embedding": name, "length": length}
+
+
+def one(results, **claim):
+    [found] = verdicts(grid(P=claim), results)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("claim", "by", "factor"), [("below", 20, 0.8), ("above", 25, 1.25), ("within", 25, 1.25)]
+)
+def test_percents_are_of_the_other_side(claim, by, factor):
+    """Without any spread, a permille beyond the margin decides: p is 0 or 1."""
+    other = np.array([4.0, 5.0, 8.0])
+    for more in (0.999, 1.001):
+        expected = float((more < 1) == (claim == "above"))
+        results = table("perplexity", a={64: factor * more * other}, b={64: other})
+        found = one(results, claim=claim, of=side("a"), than=side("b"), by=by)
+        assert found.p == pytest.approx(expected, abs=1e-6)
+        assert found.change == pytest.approx(100 * (factor * more - 1))
+
+
+@pytest.mark.parametrize("claim", ["below", "above"])
+def test_shares_of_right_answers_differ_by_points(claim):
+    sign = -1 if claim == "below" else 1
+    other = np.array([0.5, 0.6, 0.8])
+    for more, shown in ((0.11, True), (0.09, False)):
+        results = table("exact", a={64: other + sign * more}, b={64: other})
+        found = one(results, claim=claim, of=side("a"), than=side("b"), by=10, metric="exact")
+        assert found.change == pytest.approx(100 * sign * more)
+        assert (found.p < 0.05) == shown
+
+
+def test_the_interval_is_students():
+    a, b = np.array([2.0, 2.5, 2.25, 2.0]), np.array([1.0, 1.75, 1.0, 1.25])
+    results = table("exact", a={64: a / 10}, b={64: b / 10})
+    found = one(results, claim="differs", of=side("a"), than=side("b"), metric="exact")
+    d = (a - b) / 10
+    half = d.std(ddof=1) / math.sqrt(4) * 3.182446  # t(0.975) with 3 degrees of freedom
+    assert (found.low, found.high) == pytest.approx(
+        (100 * (d.mean() - half), 100 * (d.mean() + half)), rel=1e-6
+    )
+    assert found.seeds == 4 and found.p == pytest.approx(stats.ttest_rel(a, b).pvalue)
+
+
+@pytest.mark.parametrize(("metric", "value"), [("perplexity", 2.0), ("exact", 0.5)])
+def test_the_best_length_has_the_lowest_perplexity_or_the_most_right_answers(metric, value):
+    worse = 4.0 if metric == "perplexity" else 0.25
+    a = {64: [worse, worse], 128: [value, value]}
+    results = table(metric, a=a, b={64: [1.0, 1.0], 128: [1.0, 1.0]})
+    found = one(results, claim="differs", of=side("b"), than=side("a", "best"), metric=metric)
+    change = 100 * (1 / value - 1) if metric == "perplexity" else 100 * (1 - value)
+    assert found.change == pytest.approx(change)
+
+
+def test_a_claim_of_parts_is_as_weak_as_its_weakest_part():
+    base = np.array([4.0, 5.0, 8.0])
+    noise = np.array([1.00, 1.02, 0.99])
+    results = table(
+        "perplexity", a={64: 0.5 * base * noise, 128: 0.99 * base * noise}, b={64: base, 128: base}
+    )
+    parts = [{"claim": "below", "of": side("a", n), "than": {"embedding": "b"}} for n in (64, 128)]
+    strong, weak = verdicts(grid(P=parts), results)
+    assert strong.p < 0.01 < 0.05 < weak.p
+    assert strong.holm == weak.holm == weak.p and strong.word == weak.word == "not shown"
+    alone = verdicts(grid(P=parts[0], Q=parts[1]), results)
+    assert alone[0].holm == pytest.approx(2 * strong.p) and alone[0].word == "holds"
+    lacking = results[results["length"] == 64]
+    words = [each.word for each in verdicts(grid(P=parts), lacking)]
+    assert words == ["not tested", "not tested"]
+
+
+def test_differs_is_never_contradicted():
+    base = np.array([4.0, 5.0, 8.0])
+    results = table("perplexity", a={64: base}, b={64: base})
+    assert one(results, claim="differs", of=side("a"), than=side("b")).word == "not shown"
+
+
+def test_values_without_spread_are_on_one_side():
+    a = np.array([1.0, 2.0, 3.0])
+    assert [p_value(a + 1, a, claim) for claim in ("below", "above", "differs")] == [1.0, 0.0, 0.0]
+    assert [p_value(a - 1, a, claim) for claim in ("below", "above", "differs")] == [0.0, 1.0, 0.0]
+    assert p_value(a, a, "below", 0.5) == 1.0 and p_value(a, a, "above", 0.5) == 1.0
+
+
+def test_marks_need_two_seeds_and_finite_values():
+    base = [4.0, 5.0, 8.0]
+    rows = {"a": {64: base, 128: base}, "b": {64: [2 * x for x in base], 128: base}}
+    results = table("perplexity", **rows)
+    assert significant(results, "embedding", "a", "perplexity", 0.05) == {("b", 64)}
+    single = results[results["seed"] == 0]
+    assert significant(single, "embedding", "a", "perplexity", 0.05) == set()
+    pair = results[results["seed"] < 2]
+    assert significant(pair, "embedding", "a", "perplexity", 0.05) == {("b", 64)}
+    good = (results["seed"] > 0) | (results["embedding"] == "a")
+    broken = results.assign(value=results["value"].where(good, math.inf))
+    assert significant(broken, "embedding", "a", "perplexity", 0.05) == set()
+    certain = table("perplexity", a={64: [1.0, 1.0]}, b={64: [2.0, 2.0]})  # ln 1 = 0
+    assert significant(certain, "embedding", "a", "perplexity", 0.05) == {("b", 64)}
+    apart = (results["seed"] == 0) == (results["embedding"] == "a")  # no seed in common
+    assert significant(results[apart], "embedding", "a", "perplexity", 0.05) == set()
+    both = pd.concat([results, results.assign(metric="loss", value=1.0)])
+    assert significant(both, "embedding", "a", "perplexity", 0.05) == {("b", 64)}
+
+
+@pytest.mark.parametrize(
+    ("claim", "by", "sentence"),
+    [
+        ("below", 0, "perplexity: a at 64 is below b at its best length"),
+        ("below", 2.5, "perplexity: a at 64 is more than 2.5% below b at its best length"),
+        ("above", 5, "perplexity: a at 64 is more than 5% above b at its best length"),
+        ("within", 1, "perplexity: a at 64 is at most 1% above b at its best length"),
+        ("equal", 3, "perplexity: a at 64 equals b at its best length within 3%"),
+        ("differs", 0, "perplexity: a at 64 differs from b at its best length"),
+    ],
+)
+def test_sentences(claim, by, sentence):
+    results = table("perplexity", a={64: [1.0, 2.0]}, b={64: [1.0, 3.0]})
+    found = one(results, claim=claim, of=side("a"), than=side("b", "best"), by=by)
+    assert found.claim == sentence and found.name == "P"
