@@ -32,7 +32,7 @@ class BlockedCall:
             and key j.
         sink_H: The logit of each head's null key (a key with the value 0), or None without a sink.
         starts_BT: The first key of each query's document, or None if each sequence is one document.
-            The queries are in reversed order.
+            In this tensor alone, the last query comes first.
         seed: The seed of the dropout mask, a whole number, or None without dropout.
         scale: The factor of the query-key products, usually 1/sqrt(head size).
         dropout_p: The probability of dropping a softmax weight.

@@ -135,7 +135,8 @@ def table_distance(i, j, m0, n0, offset, queries):
     """Return the query-key distances i - j of a tile, as indices of a table over distances.
 
     `i` and `j` are the positions of the queries and the keys. Both are counted from `n0`, the
-    position of the tile's first key. `offset` is the position of the first of all `queries`.
+    position of the tile's first key. The call has `queries` query rows, and `offset` is the
+    position of the first one, counted from the first key of the sequence.
 
     All indices must exist in the table. Therefore the distance of a future key becomes 0, and rows
     past the last query get the distances of the last query. Distance kernels without a table do not

@@ -235,8 +235,8 @@ class Terms:
         For each query, p is the softmax weight of the null key, and delta is the sum of grad_out *
         out over the head size. (grad_out is the gradient of the output `out`.) The gradient of the
         null key's logit is -p delta. The sum of these gradients over all queries is the sink's
-        gradient. The decay at the query's position is subtracted from the null key's logit.
-        Therefore p delta is added to the decay's gradient at this position.
+        gradient. The null key's logit is the sink minus the decay at the query's position (see
+        `null_score`). Therefore p delta is added to the decay's gradient at this position.
 
         Args:
             ddecay_BHS: The decay's gradient without the contributions of null keys. These

@@ -117,9 +117,9 @@ def ends_of(seen, MASKED: tl.constexpr):
 def key_tile_at(n, seen, terms, MASKED: tl.constexpr):
     """Return the first key of the tile that a loop over tiles visits at step `n`.
 
-    `n` is the variable of the loop that `ends_of` describes. With MASKED and n < `seen.past`, the
-    tile is in the first of the loop's two groups, and its first key is n - (past - lead).
-    Otherwise, its first key is n.
+    `n` is the variable of the loop over keys. With MASKED, the loop visits the tiles before
+    `seen.lead` while n < `seen.past`, and the first key of such a tile is n - (`seen.past` -
+    `seen.lead`). In all other cases, the first key is n. `ends_of` describes the loop.
     """
     if MASKED and len(terms.first):
         n = tl.where(n < seen.past, n - (seen.past - seen.lead), n)

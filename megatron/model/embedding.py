@@ -30,8 +30,8 @@ class EmbeddingLayer(StoredTheta):
     heads share are stored once and repeated for each head.
 
     Inputs of `forward` beside the tokens:
-        starts_BS: The position at which each token's document starts [batch, all positions], or
-            None if each sequence is one document.
+        starts_BS: The position at which each token's document starts, for the whole sequences
+            [batch, sequence length], or None if each sequence is one document.
         positions_BT: The position of each token [batch, positions], or None to count from the
             sequence's first token.
 

@@ -29,7 +29,7 @@ def are_published_files(vocabulary: bytes, merges: bytes) -> bool:
 
 
 def are_published_merges(vocabulary: dict[str, int], merges: list[tuple[str, str]]) -> bool:
-    """Return whether `merges` are GPT-2's merges, and `vocabulary` gives their tokens GPT-2's ids.
+    """Return whether a tokenizer has GPT-2's merges and the token ids that belong to them.
 
     In GPT-2, the token that merge i creates has the id 256 + i.
     """
