@@ -46,13 +46,15 @@ def test_an_error_that_names_a_file_keeps_its_name(tmp_path):
         raise OSError("not a regular file")
 
 
-def test_a_lease_on_a_full_disk_names_its_file(tmp_path):
+def test_a_lease_on_a_full_disk_names_its_file(tmp_path, monkeypatch):
     class Full(str):
         def encode(self, *args):
             raise OSError(errno.ENOSPC, "No space left on device")
 
-    with pytest.raises(OSError, match="No space left on device: .*lease-1'"):
-        lease._create(tmp_path / ".lease-1", Full("text"))
+    monkeypatch.setattr(lease.json, "dumps", lambda content: Full("text"))
+    named = pytest.raises(OSError, match="No space left on device: .*lease-1'")
+    with named, lease.sole_writer(tmp_path):
+        pass
     assert list(tmp_path.iterdir()) == []
 
 

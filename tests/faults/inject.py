@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from tests.faults.cases import Case
+from tests.faults.case import Case
 from tests.faults.trace import KINDS, Call, Done, counted, read_trace, run_traced
 
 INTERRUPTIBLE = {"openat", "write", "writev", "pwrite64", "fsync", "fdatasync", "ftruncate"}

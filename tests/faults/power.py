@@ -11,7 +11,7 @@ import random
 import re
 from collections.abc import Callable, Iterator
 
-from tests.faults.cases import Case
+from tests.faults.case import Case
 from tests.faults.disk import LOSSES, Disk, State, write_state
 from tests.faults.trace import ALSO, KINDS, Call, read_trace, run_traced
 

@@ -1,4 +1,4 @@
-"""A sample of failed system calls and of power losses; `python -m tests.faults` tries all."""
+"""A sample of failed system calls and of power losses (`python -m tests.faults.search`)."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from tests.faults import inject, power
-from tests.faults.cases import CASES, POWER, Case, file_hashes
+from tests.faults.all_cases import CASES, POWER
+from tests.faults.case import Case, file_hashes
 from tests.faults.disk import LOSSES, Disk
 from tests.faults.trace import KINDS, NEEDED, installed, read_trace, run_traced
 

@@ -1,7 +1,7 @@
 """Fail every system call that writes, or drop what was not flushed, and judge the end.
 
-    python -m tests.faults calls --command train --errors ENOSPC,EIO,EINTR --seed 1
-    python -m tests.faults power --command fresh_train
+    python -m tests.faults.search calls --command train --errors ENOSPC,EIO,EINTR --seed 1
+    python -m tests.faults.search power --command fresh_train
 
 `calls` fails calls of a command, one in each run (see `inject.py`). `power` rebuilds what a disk
 may hold after a power loss, and gives the command again (see `power.py`). Both need strace. The
@@ -23,7 +23,7 @@ from megatron import entry
 
 def main() -> int:
     from tests.faults import inject, power
-    from tests.faults.cases import CASES, POWER
+    from tests.faults.all_cases import CASES, POWER
     from tests.faults.trace import NEEDED, installed
 
     parser = entry.parser(__doc__)
@@ -48,7 +48,7 @@ def main() -> int:
             print(text.replace(str(folder), "FOLDER"), file=file, flush=True)
 
     say(
-        f"# python -m tests.faults {args.what} --command {args.command} --seed {args.seed}"
+        f"# python -m tests.faults.search {args.what} --command {args.command} --seed {args.seed}"
         + (f" --errors {args.errors}" if args.what == "calls" else "")
         + (f" --most {args.most}" if args.most < 10**6 else "")
         + (f" --only {args.only!r}" if args.only else "")
