@@ -34,8 +34,10 @@ ALSO = (
     "vfork",
 )  # fmt: skip
 """The system calls that the model of a disk needs besides (see `disk.py`)."""
-_DESCRIPTOR = re.compile(r"(?:AT_FDCWD|\b\d+)<(?P<at>(?:[^<>\\]|\\.)*)>")
-_STRING = re.compile(r'"((?:[^"\\]++|\\.)*+)"')
+_ARGUMENT = re.compile(
+    r'(?:AT_FDCWD|\b\d+)<(?P<at>(?:[^<>\\]|\\.)*)>|"(?P<text>(?:[^"\\]++|\\.)*+)"'
+)
+"""A file descriptor with its path, or a string."""
 
 
 @dataclass(frozen=True)
@@ -59,15 +61,19 @@ class Call:
     @property
     def folders(self) -> list[str]:
         """The paths of the file descriptors among the arguments."""
-        text = _STRING.sub("", self.arguments)  # a written text may look like a descriptor
-        return [unescaped(each["at"]).decode() for each in _DESCRIPTOR.finditer(text)]
+        return [
+            unescaped(each["at"]).decode()
+            for each in _ARGUMENT.finditer(self.arguments)
+            if each["at"] is not None
+        ]
 
     @property
     def names(self) -> list[str]:
         """The paths among the arguments, as the process wrote them."""
         if self.kind in ("write", "pwrite64", "writev", "pwritev", "pwritev2", "read"):
             return []
-        return [unescaped(each).decode() for each in _STRING.findall(self.arguments)]
+        found = [each["text"] for each in _ARGUMENT.finditer(self.arguments)]
+        return [unescaped(each).decode() for each in found if each is not None]
 
     @property
     def paths(self) -> list[str]:
