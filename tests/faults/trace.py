@@ -88,7 +88,7 @@ class Call:
     def writes(self) -> bool:
         """Whether the call is one of KINDS, and does not open a file only to read it."""
         if self.kind in ("open", "openat"):
-            return re.search(r"O_(WRONLY|RDWR|CREAT)", self.arguments) is not None
+            return re.search(r"O_WRONLY|O_RDWR|O_CREAT", self.arguments) is not None
         return self.kind in KINDS
 
     @property
