@@ -23,12 +23,24 @@ def replacing(path: Path) -> Iterator[Path]:
     """
     temporary = path.with_name(f".{path.name}.{os.getpid()}{UNFINISHED}")
     try:
-        yield temporary
-        flush(temporary)
-        temporary.replace(path)
-        flush(path.parent)
+        with naming(path):
+            yield temporary
+            flush(temporary)
+            temporary.replace(path)
+            flush(path.parent)
     finally:
         temporary.unlink(missing_ok=True)
+
+
+@contextmanager
+def naming(path: Path) -> Iterator[None]:
+    """Name `path` in an OSError of the `with` block that names no file, such as that of a write."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno is not None and error.filename is None:
+            error.filename = str(path)
+        raise
 
 
 def write_text(path: Path, text: str) -> None:
@@ -119,6 +131,7 @@ def flush(path: Path) -> None:
     """
     descriptor = os.open(path, os.O_RDONLY)
     try:
-        os.fsync(descriptor)
+        with naming(path):
+            os.fsync(descriptor)
     finally:
         os.close(descriptor)

@@ -174,7 +174,7 @@ def _write(hub: HubModel, run: OpenRun, folder: Path) -> None:
     try:
         save_torch_state_dict(hub.weights, folder, max_shard_size=_SHARD)
     except SafetensorError as error:  # such as a full disk
-        raise OSError(f"the weights: {why_not_written(folder, error)}") from None
+        raise OSError(f"the weights: {why_not_written(folder, error)} ({folder})") from None
     for path in folder.glob("*.safetensors"):  # written for their owner alone
         path.chmod((folder / "config.json").stat().st_mode)
 

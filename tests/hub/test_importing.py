@@ -269,7 +269,9 @@ def test_an_import_to_a_full_disk(llama, tmp_path, monkeypatch, capsys, full_dis
     monkeypatch.setattr("sys.argv", ["import_hf.py", str(llama), str(tmp_path / "run")])
     with full_disk(20_000):
         assert import_hf.main() == 1
-    assert "error: the weights: a file could not be written to its end" in capsys.readouterr().err
+    text = capsys.readouterr().err
+    assert "error: the weights: a file could not be written to its end" in text
+    assert f"{tmp_path}/" in text and "mp_rank_00_model_states.pt" in text
     assert not list(tmp_path.iterdir())
 
 

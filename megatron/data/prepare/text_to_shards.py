@@ -115,9 +115,9 @@ class Preparation:
             ]
             archives = [stack.enter_context(self.archive)] if self.archive else []
             self.outputs = [*self.writers, *archives]
-            self._resume()
-            self.skipped = stack.enter_context(open(self.skipped_part, "a", encoding="utf-8"))
             try:
+                self._resume()
+                self.skipped = stack.enter_context(open(self.skipped_part, "a", encoding="utf-8"))
                 with ProgressBar(self.total // self.partitions, self.label) as progress:
                     for result in workers.map(self._chunks()):
                         self._write(result, progress)

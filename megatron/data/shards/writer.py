@@ -12,7 +12,7 @@ import numpy as np
 from megatron.data.errors import ShardError
 from megatron.data.locks import try_lock
 from megatron.data.shards.format import CODES, HEADER, MAGIC, shard_path, starts_in_bin
-from megatron.files import write_bytes
+from megatron.files import flush, write_bytes
 
 _ROWS = 1 << 16  # the number of documents handled at a time (2 MB) to complete the .idx file
 
@@ -151,12 +151,14 @@ class ShardWriter(AbstractContextManager["ShardWriter"]):
             os.fsync(file.fileno())
         idx, manifest = shard_path(self.prefix, ".idx"), shard_path(self.prefix, ".json")
         idx.unlink(missing_ok=True)  # this deletes an earlier shard of the same name
+        flush(idx.parent)
         os.replace(self._part, shard_path(self.prefix, ".bin"))
         if self.manifest is None:
             manifest.unlink(missing_ok=True)
         else:
             write_bytes(manifest, self.manifest)
         os.replace(self._idx_part, idx)
+        flush(idx.parent)
         self._close()  # also releases the lock
 
     def _begin(self) -> None:

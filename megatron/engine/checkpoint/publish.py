@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 import shutil
 import uuid
 from collections.abc import Iterator, Mapping
@@ -27,7 +28,7 @@ from megatron.engine.checkpoint.checksums import describe_files, write_record
 from megatron.engine.errors import CheckpointError
 from megatron.engine.job.lease import Confirm, sole_writer
 from megatron.files import UNFINISHED as UNFINISHED_FILE
-from megatron.files import flush, read_start, replacing
+from megatron.files import flush, naming, read_start, replacing
 from megatron.parallel.groups import build_groups
 from megatron.run_folder import RECORD, RunFolder, tag_of
 
@@ -51,7 +52,7 @@ def new_folder(path: Path) -> Iterator[Path]:
     path = path.resolve()
     staging = path.with_name(f".{path.name}{UNFINISHED_FILE}")
     try:
-        with sole_writer(staging, "target") as confirm:
+        with naming(path), sole_writer(staging, "target") as confirm:
             if path.exists() and (not path.is_dir() or any(path.iterdir())):
                 text = "exists and is not empty; remove it, or name another folder"
                 raise FileExistsError(f"{path} {text}")
@@ -113,10 +114,12 @@ def write_import(
         OSError: The files cannot be written, for example because the disk is full.
     """
     with new_checkpoint(run, tag_of(step)) as folder:
+        weights = folder / "mp_rank_00_model_states.pt"
         try:
-            torch.save(dict(state), folder / "mp_rank_00_model_states.pt")
+            torch.save(dict(state), weights)
         except RuntimeError as error:  # torch's file writer raises it on a full disk
-            raise OSError(f"the weights: {why_not_written(folder, error)}") from None
+            why = why_not_written(folder, error)
+            raise OSError(f"the weights: {why} ({weights})") from None
         if configs is not None:
             shutil.copytree(configs, folder / "configs")
         record = {
@@ -138,12 +141,16 @@ def create_unfinished(folder: Path, tag: str) -> Path:
 def publish(folder: Path, tag: str, confirm: Confirm) -> None:
     """Flush the folder `.unfinished-TAG` to disk, rename it to `TAG`, and write TAG to `latest`.
 
+    The rows of `metrics.jsonl` are flushed first: a run that resumes from TAG never writes them
+    again.
+
     Args:
         confirm: A function that raises an error if this job no longer holds the lease of `folder`
             (see `job/lease.py`).
     """
     unfinished, final = folder / f"{UNFINISHED}{tag}", folder / tag
-    for path in (*unfinished.rglob("*"), unfinished):
+    rows = folder.glob(RunFolder(folder).metrics.name)
+    for path in (*unfinished.rglob("*"), unfinished, *rows):
         flush(path)
     replaced = folder / f"{REPLACED}{tag}"
     confirm()
@@ -189,7 +196,7 @@ def remove_unfinished(folder: Path) -> list[str]:
 def why_not_written(folder: Path, error: Exception) -> str:
     """Return why a write into `folder` failed, and how much space is free on the folder's disk."""
     why = str(error) or type(error).__name__
-    if "inline_container" in why or "PytorchStreamWriter" in why:
+    if re.search("inline_container|PytorchStreamWriter|iostream", why):
         why = "a file could not be written to its end"  # torch reports only byte counts
     while not folder.exists():
         folder = folder.parent

@@ -33,7 +33,7 @@ from pathlib import Path
 from megatron.ending import GIVE_BACK
 from megatron.engine.errors import CheckpointError
 from megatron.engine.job.holder import describe_process, is_alive, parsed, who
-from megatron.files import read_small
+from megatron.files import flush, naming, read_small
 
 HEARTBEAT = 5.0
 """The seconds between two heartbeats. At a heartbeat, the holder touches its lease's file."""
@@ -159,7 +159,9 @@ def _make(folder: Path) -> None:
         OSError: The folder cannot be created, for example because `folder` is a file.
     """
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        if not folder.is_dir():
+            folder.mkdir(parents=True, exist_ok=True)
+            flush(folder.parent)  # a power loss would take the whole new run with the name
     except FileExistsError:  # also if another process has just removed the folder
         if folder.is_symlink() or folder.is_file():
             raise
@@ -174,7 +176,7 @@ def _create(path: Path, text: str) -> None:
     Raises:
         FileExistsError: Another process has created the lease.
     """
-    with path.open("xb", buffering=0) as file:
+    with naming(path), path.open("xb", buffering=0) as file:
         try:
             file.write(text.encode())
         except OSError:

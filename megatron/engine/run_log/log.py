@@ -191,7 +191,7 @@ class RunLog:
         Args:
             failed: Whether wandb marks the run as failed.
         """
-        if self._unwritten and self._path is not None and not self._append(self._path):
+        if self._path is not None and not self._append(self._path) and self._unwritten:
             self.line(f"{len(self._unwritten)} rows are missing at the end of {self._path}")
         self._path = None
         self._send("close", failed)
@@ -201,20 +201,24 @@ class RunLog:
             self._bar = None
 
     def _append(self, path: Path, row: str = "") -> bool:
-        """Append `row` to the file `path`. Return whether `row` was written.
+        """Append `row` to the file `path`, or flush the file to disk if `row` is "".
+
+        Return whether all rows are written.
 
         Rows that an earlier call could not write are written before `row`. If the write fails, the
         file stays as it was, the next call tries to write the same rows, and training continues.
         """
         rows = [*self._unwritten, row] if row else self._unwritten
         try:
-            if self._confirm is not None:
+            if rows and self._confirm is not None:
                 self._confirm()
             with path.open("ab", buffering=0) as file:
                 content, end = "".join(rows).encode(), file.tell()
                 if file.write(content) != len(content):
                     file.truncate(end)
                     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+                if not row:
+                    os.fsync(file.fileno())
         except OSError as error:
             if not self._unwritten:
                 self.line(f"metrics cannot be written, training goes on: {path}: {error}")
