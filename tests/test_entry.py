@@ -19,7 +19,7 @@ CONFIG = ROOT / "configs" / "quickstart.yml"
 SHARDS = ROOT / "tests" / "fixtures" / "data" / "corpus_text_document"
 COMMANDS = [path for path in ENTRIES if '__name__ == "__main__"' in path.read_text()]
 OLDER_PYTHON = """
-import functools, runpy, sys
+import functools, pathlib, pkgutil, runpy, sys
 class NothingElse:
     def find_spec(self, name, path=None, target=None):
         if name.split(".")[0] not in sys.stdlib_module_names and name not in ALLOWED:

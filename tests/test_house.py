@@ -17,7 +17,9 @@ from tests.helpers.paths import ROOT
 from tests.helpers.sources import sources
 
 TESTS = "pytest -q -n 3 --dist loadfile"
-SETUP = "python3 -m venv .venv && .venv/bin/pip install -q -e {} && PATH=$PWD/.venv/bin:$PATH "
+SETUP = (
+    "python3 -m venv .venv && .venv/bin/pip install -q -e {} -c {} && PATH=$PWD/.venv/bin:$PATH "
+)
 
 
 def code_blocks(text: str) -> list[str]:
@@ -26,9 +28,12 @@ def code_blocks(text: str) -> list[str]:
 
 def test_readmes_first_two_code_blocks_are_the_two_commands(repo_root):
     first, second = code_blocks((repo_root / "README.md").read_text())[:2]
-    train = SETUP.format(".") + ".venv/bin/python train.py configs/quickstart.yml\n"
+    train = (
+        SETUP.format(".", "requirements.txt") + ".venv/bin/python train.py configs/quickstart.yml\n"
+    )
     assert first == train
-    assert second == SETUP.format("'.[dev]'") + ".venv/bin/python -m " + TESTS + "\n"
+    tests = SETUP.format("'.[dev]'", "requirements-dev.txt")
+    assert second == tests + ".venv/bin/python -m " + TESTS + "\n"
 
 
 def test_ci_runs_readmes_test_command_in_an_environment_of_its_own(repo_root):
@@ -38,7 +43,7 @@ def test_ci_runs_readmes_test_command_in_an_environment_of_its_own(repo_root):
     command = code_blocks((repo_root / "README.md").read_text())[1].strip().rpartition("/")[2]
     assert command == "python -m " + TESTS
     assert f"\n{command} || status=$?\n" in text and text.rstrip().endswith('exit "$status"')
-    assert "install -q --disable-pip-version-check -e '.[dev]'\n" in text
+    assert "install -q --disable-pip-version-check -e '.[dev]' -c requirements-dev.txt\n" in text
     assert 'export PATH="$work/venv/bin:$PATH"' in text
 
 

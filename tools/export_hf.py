@@ -52,7 +52,7 @@ def main() -> int:
     if not args.run.is_dir():
         parser.error(f"{args.run}: no such folder; name the `save` folder of a run")
     if find_spec("transformers") is None:
-        entry.refuse("error: export_hf.py needs transformers: pip install -e '.[hub]'", 1)
+        entry.refuse("error: needs transformers: pip install -r requirements-hub.txt", 1)
     os.environ["HF_HUB_OFFLINE"] = "1"
     with tempfile.TemporaryDirectory() as modules:
         os.environ["HF_MODULES_CACHE"] = modules  # transformers copies modeling_kerple.py there

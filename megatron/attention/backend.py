@@ -8,9 +8,11 @@ Legend: see `choice`.
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from functools import wraps
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -95,10 +97,21 @@ def constant(function: F) -> F:
     """Decorate a function so that `torch.compile` treats the function's result as a constant.
 
     The function runs once, at compile time. `torch.compiler.assume_constant_result` does the same,
-    but takes a second to import the compiler.
+    but takes a second to import the compiler. The first argument, an object such as an embedding,
+    is passed by its address, because torch 2.11 accepts only numbers, texts and the like. A graph
+    serves only the object for which it was made.
     """
-    function._dynamo_marked_constant = True  # pyright: ignore[reportFunctionMemberAccess]
-    return function
+
+    def at(address: int, *rest: Any, **options: Any) -> Any:
+        return function(ctypes.cast(address, ctypes.py_object).value, *rest, **options)
+
+    at._dynamo_marked_constant = True  # pyright: ignore[reportFunctionMemberAccess]
+
+    @wraps(function)
+    def result(first: object, *rest: Any, **options: Any) -> Any:
+        return at(id(first), *rest, **options)
+
+    return cast(F, result)
 
 
 class _NoSecondDerivative(torch.autograd.Function):

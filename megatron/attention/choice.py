@@ -240,8 +240,8 @@ def conditions(call: Call) -> dict[str, Any]:
 
 
 @constant
-def name_of_choice(backend: str, pos: PositionalEmbedding, **conditions: Any) -> str:
-    """Return the name of the backend that `choose` chooses; it takes the same arguments."""
+def name_of_choice(pos: PositionalEmbedding, backend: str, **conditions: Any) -> str:
+    """Return the name of the backend that `choose(backend, pos, **conditions)` chooses."""
     return choose(backend, pos, **conditions).name
 
 

@@ -74,7 +74,7 @@ def attend(
         query_offset=query_offset, decay_BHS=decay_BHS, starts_BS=starts_BS, window=window,
         positions_BT=positions_BT,
     )  # fmt: skip
-    name = name_of_choice(_serving_transforms(backend), pos, **conditions(call))
+    name = name_of_choice(pos, _serving_transforms(backend), **conditions(call))
     check(call)
     if _has_values(call.q_BHTE):
         _check_values(call)

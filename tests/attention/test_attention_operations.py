@@ -120,6 +120,24 @@ def test_fire_breaks_the_graph_only_in_blocked():
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
+def test_a_graph_serves_its_own_embedding_alone(backend):
+    """Two embeddings of one class and of equal shapes give other numbers in compiled code, too."""
+    near = load("kerple_log")
+    q, k, v = torch.randn(3, 1, 2, 19, 8).unbind()
+    theta = near.initial_theta(2)
+
+    def function(pos):
+        return attend(q, k, v, pos, theta, scale=0.3, backend=backend)
+
+    torch._dynamo.reset()
+    compiled, outs = torch.compile(function, **ONE_GRAPH), []
+    for pos in (near, near.scaled(3.0), near):
+        outs.append(compiled(pos))
+        assert torch.equal(outs[-1], function(pos))
+    assert torch.equal(outs[0], outs[2]) and not torch.equal(outs[0], outs[1])
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
 def test_a_bias_of_the_readers_own(backend):
     q, k, v = torch.randn(3, 1, 2, 19, 8).unbind()
     theta, poss = torch.rand(2, 1, requires_grad=True), (Root(), load("alibi_learned"))

@@ -189,7 +189,6 @@ def train_cells(
     groups, folder: Path, prefix: str, cells: Iterable[Cell], note: Note | None = None
 ) -> None:
     """Train each cell with these processes into `folder`/name; rank 0 calls `note` after each."""
-    torch.set_num_threads(1)
     for each in cells:
         config = folder / f"{each.name}.yml"
         if groups.is_main:

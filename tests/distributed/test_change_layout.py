@@ -75,7 +75,6 @@ CHANGES = [
 
 def train(groups, folder, prefix, cells):
     """Train each of `cells`: (name of the run, layout, run to continue at step 5, or None)."""
-    torch.set_num_threads(1)
     for name, layout, source in cells:
         source = folder / source if source else None
         with contextlib.redirect_stdout(io.StringIO()) as printed:

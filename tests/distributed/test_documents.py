@@ -4,7 +4,6 @@ Each model has several of them, so that few models suffice.
 """
 
 import pytest
-import torch
 
 from tests.helpers.jobs import (
     cell,
@@ -65,7 +64,6 @@ CHANGES = {"cross": ("pp2", "zero3"), "layers": ("zero1", "pp2"), "own theta": (
 
 def train(groups, folder, prefix, cells):
     """Train each of `cells`: (run, model, layout, run to continue at step 2, or None)."""
-    torch.set_num_threads(1)
     for name, model, layout, source in cells:
         source = folder / source if source else None
         keys = BASE | MODELS[model] | LAYOUTS.get(layout, {})

@@ -35,7 +35,6 @@ def name(world_size, stage, precision):
 
 def all_cells(groups, folder, prefix):
     """Train every cell with and without an interruption after step 3."""
-    torch.set_num_threads(1)
     micro, accumulation = BATCH[groups.world_size]
     for stage, precision in CELLS:
         run = folder / name(groups.world_size, stage, precision)

@@ -60,7 +60,6 @@ RESUMED = {
 
 
 def train(groups, folder, prefix, name, **changes):
-    torch.set_num_threads(1)
     run, config = folder / name, folder / f"{name}.yml"
     if groups.is_main:
         write_config(config, prefix, save=str(run), load=str(run), **(BASE | changes))

@@ -201,7 +201,6 @@ STAGES = [(1, "fp32"), (3, "fp32"), (1, "bf16")]
 
 
 def jobs(groups, folder, prefix):
-    torch.set_num_threads(1)
     for (stage, precision), drop in itertools.product(STAGES, (0.0, 0.2)):
         whole, broken = (folder / f"{stage}-{precision}-{drop}-{k}" for k in ("whole", "broken"))
         for run in (whole, broken):
@@ -217,7 +216,6 @@ def jobs(groups, folder, prefix):
 
 def alone(groups, folder, prefix):
     """Train in one process: the reference, and a run from the checkpoint of a sharded run."""
-    torch.set_num_threads(1)
     base = JOB | {"make_vocab_size_divisible_by": 16, "no_weight_tying": True}
     run_job(groups, write_config(folder / "a.yml", prefix, save=str(folder / "alone"), **base))
     for stage in (1, 3):
@@ -228,7 +226,6 @@ def alone(groups, folder, prefix):
 
 def tune_cut(groups, folder, prefix):
     """Train on two tensor-parallel ranks from an unsharded checkpoint, with each ZeRO stage."""
-    torch.set_num_threads(1)
     for stage in (0, 1, 3):
         keys = JOB | CUT | cell(stage, "fp32") | {"no_weight_tying": True, "train_iters": 1}
         keys |= {"load": str(folder / "alone"), "finetune": True}

@@ -52,7 +52,6 @@ CHANGES = {"pp2 to one": "pp2", "zero3 to one": "zero3"}
 
 def train(groups, folder, prefix, cells):
     """Train each of `cells`: (run, config keys, run to continue at step 3, or None)."""
-    torch.set_num_threads(1)
     for name, keys, source in cells:
         source = folder / source if source else None
         train_run(groups, folder / name, prefix, OPTIONS | keys, source=source, step=3)

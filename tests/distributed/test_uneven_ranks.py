@@ -1,7 +1,6 @@
 """Test training, resuming and converting with numbers of ranks that divide no weight evenly."""
 
 import pytest
-import torch
 
 from megatron.engine.checkpoint.saved_checkpoints import Saved, newest
 from tests.helpers.jobs import cell, digest, rewind, rows, run_job, write_config, write_shards
@@ -19,7 +18,6 @@ def name(world_size, stage, precision):
 
 def train(groups, folder, prefix):
     """Train every cell of this number of ranks with and without an interruption after step 2."""
-    torch.set_num_threads(1)
 
     def run(target, stage, precision, **changes):
         config = folder / f"{target.name}.yml"

@@ -35,6 +35,7 @@ PRELOADED = [
 ]
 """Imported once, by the server from which all ranks are forked. This saves seconds for each
 rank."""
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # for scripts; tests have it of tests/conftest.py
 
 
 def free_port() -> int:

@@ -62,7 +62,7 @@ class Case:
 
     def out(self, backend: str, inputs: list[Tensor], **options: Any) -> Tensor:
         """Return the output for other `inputs`."""
-        q, k, v, *rest = inputs
+        (q, k, v), rest = inputs[:3], list(inputs[3:])
         theta = rest.pop(0) if self.pos.parameters else None
         options = self.options | ({"decay_BHS": rest.pop()} if rest else {}) | options
         return attend(q, k, v, self.pos, theta, backend=backend, **options)

@@ -296,4 +296,4 @@ def test_what_cannot_be_exported_is_refused_at_once(run, call, tmp_path, monkeyp
     assert "config.json" in contents(target)
     monkeypatch.setattr(export_hf, "find_spec", lambda name: None)
     text = call(run, tmp_path / "new", code=1)
-    assert text == "error: export_hf.py needs transformers: pip install -e '.[hub]'\n"
+    assert text == "error: needs transformers: pip install -r requirements-hub.txt\n"

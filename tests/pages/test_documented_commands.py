@@ -163,10 +163,10 @@ def _module(name: str, rest: list[str], config: pytest.Config) -> None:
 
 
 def _pip(rest: list[str]) -> None:
-    extras = tomllib.loads(Path("pyproject.toml").read_text())["tool"]["hatch"]["metadata"]
-    known = extras["hooks"]["requirements_txt"]["optional-dependencies"]
+    project = tomllib.loads(Path("pyproject.toml").read_text())["project"]
+    known = project["optional-dependencies"]
     for word, following in zip(rest, [*rest[1:], ""], strict=True):
-        if word == "-r" and not Path(following).is_file():
+        if word in ("-r", "-c") and not Path(following).is_file():
             raise Refused(f"{following}: no such file")
         if (extra := re.fullmatch(r"\.\[(\w+)\]?", word)) and extra[1] not in known:
             raise Refused(f"{word}: no such extra")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 
@@ -27,7 +26,6 @@ def benchmark(*options: str) -> str:
         [sys.executable, str(ROOT / "benchmarks" / "attention.py"), *options],
         capture_output=True,
         text=True,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
     )
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout

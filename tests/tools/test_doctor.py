@@ -157,6 +157,18 @@ def test_a_healthy_machine_is_exit_code_0(monkeypatch, capsys):
     assert "\x1b[32mok" in doctor.as_text([("python", next(software.python(None)))], True)
 
 
+@pytest.mark.parametrize(
+    "torch, level",
+    [("2.10.1", WARNING), ("2.11.0+cu130", OK), ("2.13.0+cpu", OK), ("2.14.0", WARNING)],
+)
+def test_versions_between_the_oldest_and_the_pin_are_tested(case, monkeypatch, torch, level):
+    real = metadata.version
+    monkeypatch.setattr(metadata, "version", lambda n: torch if n == "torch" else real(n))
+    found = next(each for each in software.packages(case) if each.text.startswith("torch"))
+    assert found.level == level
+    assert found.text == f"torch {torch}, tested with 2.11.0 to 2.13.0"
+
+
 def test_a_wrong_config_is_one_of_the_problems(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(doctor, "CHECKS", {"python": software.python})
     path = tmp_path / "wrong.yml"

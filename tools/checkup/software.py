@@ -39,8 +39,13 @@ def python(case: Case) -> Iterator[Finding]:
 
 
 def packages(case: Case) -> Iterator[Finding]:
-    """Import torch and DeepSpeed, and compare their versions with those in requirements.txt."""
+    """Import torch and DeepSpeed, and compare their versions with the oldest and newest tested.
+
+    The oldest is where the range in pyproject.toml begins, the newest is pinned in
+    requirements.txt.
+    """
     pins = dict(re.findall(r"^(\w+)==(\S+)$", (ROOT / "requirements.txt").read_text(), re.M))
+    oldest = dict(re.findall(r'"(\w+)>=([\d.]+),', (ROOT / "pyproject.toml").read_text()))
     for name in ("torch", "deepspeed"):
         install = f"pip install {name}=={pins[name]}"
         if (found := _version(name)) is None:
@@ -48,8 +53,10 @@ def packages(case: Case) -> Iterator[Finding]:
         elif why := _import_error(name):
             yield Finding(PROBLEM, f"{name} {found} cannot be imported: {why}", install)
         else:
-            other = found.partition("+")[0] != pins[name]
-            yield judged(other, f"{name} {found}, tested with {pins[name]}", install, WARNING)
+            low, high = oldest[name], pins[name]
+            other = not _numbers(low) <= _numbers(found) <= _numbers(high)
+            text = f"{name} {found}, tested with {low} to {high}"
+            yield judged(other, text, install, WARNING)
 
 
 def _import_error(name: str) -> str:

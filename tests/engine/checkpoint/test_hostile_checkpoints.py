@@ -90,7 +90,6 @@ def start(command, config, run, out, groups):
 
 def train(groups, folder):
     """One step in each ZeRO stage, then the attacks on training."""
-    torch.set_num_threads(1)
     for stage in STAGES:
         Job(load_config([settings(folder, stage)]), groups).run()
     return attack(folder, JOBS, groups) | attack_converted(groups, folder)
@@ -206,7 +205,6 @@ def test_without_the_refusal_the_bomb_goes_off(tmp_path):
 
 def pipeline(groups, folder):
     """Resume a pipeline's checkpoint whose layer files are all armed: the error of each rank."""
-    torch.set_num_threads(1)
     config, run, proof = folder / "z1.yml", folder / "z1", folder / "proof"
     if groups.is_main:
         settings(folder, 1, pipe_parallel_size=2)

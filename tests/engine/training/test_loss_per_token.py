@@ -51,7 +51,6 @@ MEANS = {"calculate_per_token_loss": False}
 
 def train(groups, folder, prefix):
     """Train the task and the text in all divisions for this number of processes."""
-    torch.set_num_threads(1)
     for name, (processes, micro, keys) in DIVIDED.items():
         if processes != groups.world_size:
             continue

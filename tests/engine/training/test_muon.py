@@ -173,7 +173,6 @@ JOBS = {
 
 
 def train(groups, folder, prefix):
-    torch.set_num_threads(1)
     for name, keys in JOBS[groups.world_size].items():
         train_run(groups, folder / name, prefix, KEYS | keys)
         again = folder / f"{name} again"
