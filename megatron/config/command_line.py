@@ -52,7 +52,7 @@ def _file(name: str, folder: str) -> Path:
 
 
 def load_or_exit(arguments: argparse.Namespace, *overrides: str, joins: bool = True) -> Config:
-    """Load the config that the command line selects, for the job's number of processes.
+    """Load the config that the command line selects, and check it for the job's processes.
 
     If the config or the launcher's environment variables have problems, print the problems and exit
     with code 2.
@@ -74,7 +74,7 @@ def load_or_exit(arguments: argparse.Namespace, *overrides: str, joins: bool = T
 
 
 def load_for(processes: int | str, arguments: argparse.Namespace, *overrides: str) -> Config:
-    """Load the config that the command line selects, for a number of processes.
+    """Load the config that the command line selects, and check it for a number of processes.
 
     `load_or_exit` describes the other arguments.
 

@@ -135,10 +135,9 @@ def load_clamped(base, first, limit, N: tl.constexpr):
 
 @triton.jit
 def lost_by(decay, reference):
-    """Return (c_j - c_r) / scale for the position r = `reference`, where c is the decay.
+    """Return (c_j - c_r) / scale for a tile of positions j, where c is the decay.
 
-    `decay` is the result of a call of `open_decay`. Here the `reference` of that call is not r. It
-    holds the positions j.
+    `reference` is the position r. `decay` is the result of `open_decay` for the positions j.
     """
     high, low = tl.load(decay[0] + reference), tl.load(decay[1] + reference)
     return (decay[2] - high) + (decay[3] - low)

@@ -139,10 +139,10 @@ def add_by_line(sums, slopes, u, ds, knees, K: tl.constexpr, R: tl.constexpr):
     """Add a tile's contributions to the gradients of a layer of hidden units.
 
     Return the new (sums, slopes). The layer is piecewise linear in its input u. Line m lies between
-    the knees m - 1 and m, where its value is slope * u + offset. The tiles `u` and `ds` hold the
-    inputs and the gradients of the logits. For each line m, the scores whose u lies on this line
-    are added up: ds to entry m of `sums` [R], and ds u to entry m of `slopes` [R]. So `sums` are
-    the gradients of the offsets, and `slopes` are the gradients of the slopes.
+    the knees m - 1 and m, where its value is slope * u + offset. The tile `u` holds the inputs, and
+    the tile `ds` holds the gradients of the layer's outputs. Entry m of `sums` [R] grows by the sum
+    of ds over all u on line m: this is the gradient of the line's offset. Entry m of `slopes` [R]
+    grows by the sum of ds * u over the same u: this is the gradient of the line's slope.
     """
     line = tl.arange(0, R)
     within = knees_within(u, knees, K)

@@ -147,7 +147,7 @@ def backward(
     lse_BHT: Tensor, rows_HW: Tensor, seed: Tensor | None, setting: Setting, need_rows: bool,
     terms: Terms = NO_TERMS,
 ) -> tuple[Tensor | None, ...]:  # fmt: skip
-    """Return the gradients of q, k, v, `rows_HW`, the sink and the decay.
+    """Return the gradients of q, k, v and `rows_HW`, and of the sink and the decay in `terms`.
 
     `rows_HW` has one row of numbers per head: the distance kernel's parameters or a table over
     distances. The gradients of q, k and v have the inputs' dtype. The gradient of `rows_HW` is

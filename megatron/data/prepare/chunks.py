@@ -222,10 +222,10 @@ def foreign_bytes(place: Place, message: str = "is truncated or damaged") -> Ite
         message: The first words of the text of the `Fault`. The text of the error follows them.
 
     Raises:
-        Fault: The block raised a `Fault`, or an error of a type that is not named below.
+        Fault: The block raised any exception except a DataError or a MemoryError.
         DataError: The block raised a DataError, which is passed on.
-        CorpusError: The block ran out of memory. A run may skip an input after a `Fault`, but not
-            after this error, because the input may be intact.
+        CorpusError: The block raised a MemoryError. The input may be intact, so a run must not skip
+            it as it may after a `Fault`.
     """
     try:
         yield
