@@ -102,7 +102,7 @@ def flex_table(q: Tensor, k: Tensor, v: Tensor, theta_HN: Tensor) -> Tensor:
     length = q.shape[2]
     if not torch.is_grad_enabled():
         q, k, v, theta_HN = (x.detach() for x in (q, k, v, theta_HN))
-    score_mod = flex.tabulated(LOG, theta_HN, 0, length)
+    score_mod = flex.tabulated(LOG, theta_HN, length, 0)
     mask = flex.causal_mask(length, length, 0, q.device)
     function = flex.function_for(q.device.type)
     size = q.shape[-1]

@@ -58,6 +58,11 @@ def attend(
     Raises:
         AttentionError: The inputs do not fit together, or the backend does not serve them.
     """
+    if not isinstance(pos, PositionalEmbedding):
+        raise AttentionError(
+            f"the fourth argument must be a positional embedding, such as load('kerple_log'), "
+            f"not {type(pos).__name__}: attend(q, k, v, pos, theta)"
+        )
     q_BHTE, k_BKSE, v_BKSE = _of_one_dtype(q_BHTE, k_BKSE, v_BKSE)
     size, value_size = q_BHTE.shape[-1], v_BKSE.shape[-1]
     if value_size < size:
@@ -105,6 +110,8 @@ def _only_alignment(queries: int, keys: int) -> int:
     Raises:
         AttentionError: There are fewer queries than keys, so their positions are not known.
     """
+    if queries > keys:
+        raise AttentionError(f"{queries} queries, but only {keys} keys: each query needs its own")
     if queries != keys:
         raise AttentionError(
             f"{queries} queries and {keys} keys: write query_offset={keys - queries} if the last "
@@ -166,7 +173,7 @@ def _check_values(call: Call) -> None:
     on_cpu = call.q_BHTE.device.type == "cpu"
     if call.starts_BS is not None and (on_cpu or os.environ.get(DEBUG)):
         _check_starts(call.starts_BS)
-    if call.theta_HN is not None and call.pos not in _CHECKED:
+    if call.theta_HN is not None and call.pos.parameters and call.pos not in _CHECKED:
         with torch.inference_mode(False), torch.enable_grad(), torch.device("cpu"):
             theta_HN = call.theta_HN.detach().cpu()
             _check_bounds(call.pos, theta_HN)

@@ -78,7 +78,21 @@ def test_two_classes_of_one_file_are_combined():
     torch.testing.assert_close(attend(q, k, v, both, theta), scores.softmax(-1) @ v)
 
 
+def test_arguments_in_another_order():
+    q, k, v = inputs()
+    for wrong in ("alibi", KERPLE.initial_theta(4), None, Root):
+        with pytest.raises(
+            AttentionError, match=r"fourth argument .*: attend\(q, k, v, pos, theta"
+        ):
+            attend(q, k, v, wrong, KERPLE)
+    unused = attend(q, k, v, load("none"), KERPLE.initial_theta(4))
+    torch.testing.assert_close(unused, attend(q, k, v, load("none")))
+
+
 def test_queries_at_unknown_positions():
+    q, k, v = inputs(queries=9)
+    with pytest.raises(AttentionError, match="9 queries, but only 7 keys"):
+        attend(q, k, v, KERPLE, KERPLE.initial_theta(4))
     q, k, v = inputs(queries=3)
     theta = KERPLE.initial_theta(4).double()
     with pytest.raises(AttentionError, match="query_offset=4 if .* or query_offset=0 if the first"):
@@ -275,5 +289,8 @@ def test_the_documented_model_learns():
     found = {}
     exec(second, found)
     assert found["loss"].item() < 1.0  # a guess has log(16) = 2.77
+    model = torch.compile(found["model"], fullgraph=True, backend="eager")
+    tokens = found["tokens"]
+    torch.testing.assert_close(model(tokens), found["model"](tokens))
     lines = [line for line in second.splitlines() if line.strip()]
     assert len(lines) < 50 and sum(len(line) > 100 for line in lines) == 0
