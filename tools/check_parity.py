@@ -159,7 +159,7 @@ def cases_in(folder: Path, name: str, files: set[str], args: argparse.Namespace)
 def data_cases(folder: Path, name: str, files: set[str]) -> Iterator[Case]:
     """Yield (name, function that runs the case) for each case of the kind `data` in `folder`.
 
-    These cases are in folders `data`, and in their subfolders `samples_*` and `iterators`.
+    `folder` is called `data`, or it is the folder `samples_*` or `iterators` in such a folder.
     """
     from tests.parity import data_cases
 

@@ -168,8 +168,8 @@ def tabulate(pos: PositionalEmbedding, theta_HN: Tensor, length: int, scale: flo
     multiply the sum of query-key product and bias by `scale`.
 
     At distances where b(d) = -inf, no key is attended to. There the table holds the finite number
-    `LOWEST`. With -inf, the softmax would compute -inf - (-inf), which is NaN, in a tile in which b
-    is -inf at all distances.
+    `LOWEST`. A tile may have only such distances. With -inf in the table, the softmax would compute
+    -inf - (-inf) in this tile, which is NaN.
     """
     d = torch.arange(length, device=theta_HN.device)
     bias_HS, weight_HS = pos.bias(theta_HN, d), pos.weight(theta_HN, d)

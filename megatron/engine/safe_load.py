@@ -92,7 +92,8 @@ def only_safe_loads() -> Iterator[None]:
 def _enum_member(cls: type[Enum], name: str) -> Enum:
     """Return the member `name` of the enumeration `cls`.
 
-    Files that Python before 3.11.4 wrote call `getattr` for this. This function replaces `getattr`.
+    A pickle that Python before 3.11.4 has written contains a call of `getattr` to get the member.
+    This function replaces `getattr`.
 
     Raises:
         UnpicklingError: `cls` is no enumeration.

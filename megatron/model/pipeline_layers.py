@@ -105,8 +105,8 @@ class PipeEmbedding(EmbeddingLayer):
     """The second pipeline layer, from token vectors to the hidden states x.
 
     x is the sum of token and position vectors, or the token vectors alone if the model adds no
-    position vectors. If the model has trained theta (parameters of the distance kernel) or starts
-    of documents, the layer returns them after x.
+    position vectors. After x, the layer returns theta (the distance kernel's parameters) if it is
+    trained, and the starts of documents if its input has them.
     """
 
     def __init__(self, plan: Plan):

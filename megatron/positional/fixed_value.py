@@ -24,8 +24,8 @@ class _Fixed(type):
 class FixedValue(metaclass=_Fixed):
     """Base class of objects that are equal if their class and their attributes are equal.
 
-    An object with an attribute that is not a number, a text, a frozen dataclass, a `FixedValue` or
-    a tuple of such is equal only to itself.
+    The attributes may be numbers, texts, frozen dataclasses, other `FixedValue` objects and tuples
+    of these. An object that has an attribute of another type is equal only to itself.
     """
 
     _key: Any

@@ -114,8 +114,9 @@ def record_chunks(
         rows: The rows of the table, or the records of an archive.
         where: The path of the input.
         place: The place of the first row. It is updated while the rows are read.
-        halves: The error handler of `str.encode` for an unpaired surrogate. "surrogatepass" writes
-            bytes that make the record faulty. "backslashreplace" writes an escape of JSON.
+        halves: What happens to an unpaired surrogate, as an error handler of `str.encode`. With
+            "surrogatepass", the record will be reported as faulty. With "backslashreplace", an
+            escape of JSON stands for the surrogate.
     """
 
     def lines() -> Iterator[bytes]:

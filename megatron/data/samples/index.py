@@ -129,9 +129,9 @@ def cut_samples(
 
     Token t belongs to the first document that ends after t. Therefore, the place of token t in
     `doc_idx` is the number of documents that end at or before t. Documents are handled in chunks,
-    so the extra memory is constant. If a chunk has few cuts, each cut is found by binary search. If
-    a chunk has many cuts, the documents that end between neighbouring cuts are counted
-    (`bincount`), and the running sums of the counts give the places.
+    so the extra memory is constant. If a chunk has few cuts, each cut's place is found by binary
+    search. If a chunk has many cuts, `bincount` counts the documents that end between each cut and
+    the one before. The sum of these counts up to a cut is its place.
 
     Args:
         sizes: The number of tokens in each document of the shards.
