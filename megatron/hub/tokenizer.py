@@ -47,7 +47,8 @@ def write_tokenizer(tokenizer: Tokenizer, folder: Path) -> None:
         "clean_up_tokenization_spaces": False,
         "split_special_tokens": ordinary,
     }
-    backend.save(str(folder / "tokenizer.json"))
+    # Not by `backend.save`, which raises a bare Exception without the path if the disk is full.
+    (folder / "tokenizer.json").write_text(backend.to_str(pretty=True), encoding="utf-8")
     (folder / "tokenizer_config.json").write_text(json.dumps(described, indent=2) + "\n")
     _check(tokenizer, folder)
 
