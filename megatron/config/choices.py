@@ -34,8 +34,9 @@ def _not_built(*names: str) -> dict[str, str]:
 def _positional_names() -> list[str]:
     """Return the names of the positional embeddings: their file names in `megatron/positional/`.
 
-    Every file in this folder defines one embedding, except `base.py`, `combination.py`,
-    `hidden_layer.py`, `theta_bounds.py` and files whose names start with an underscore.
+    Every file in this folder defines one embedding, except those named below and files whose names
+    start with an underscore. `positional.OTHERS` has the same list; the config cannot import it,
+    because that package imports torch.
     """
     folder = Path(__file__).resolve().parents[1] / "positional"
     names = {path.stem for path in folder.glob("[!_]*.py")}

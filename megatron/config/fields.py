@@ -77,7 +77,7 @@ def is_number(value: Any) -> bool:
 
 
 def wrong(expected: str, value: Any, write: str) -> ValueError:
-    """Return an error that names the wrong value, what is expected, and what to write instead."""
+    """Return an error. Its message has the wrong value, what is expected, and what to write."""
     if expected.startswith(("a number", "a whole number")) and isinstance(value, str):
         write = f"{value} without quotes" if is_number(scalar(value)) else write
     return ValueError(f"expected {expected}, got {show(value)}; write {write}")

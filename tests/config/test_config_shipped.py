@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from megatron import positional
 from megatron.config import load_config
 from megatron.config.choices import (
     POSITIONAL_NAMES,
@@ -71,3 +72,8 @@ def test_eight_gpus_keep_the_global_batch() -> None:
     config = compose(*PAPER, "cluster/gpu8_zero1.yml", world_size=8)
     assert config.batch.train_batch_size == compose(*PAPER).batch.train_batch_size
     assert config.parallel.zero_stage == 1
+
+
+def test_the_config_knows_the_embeddings_that_can_be_loaded():
+    """Both lists leave out the files that define no embedding."""
+    assert positional.names() == POSITIONAL_NAMES

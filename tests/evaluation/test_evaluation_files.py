@@ -120,7 +120,7 @@ def test_a_split_that_is_too_short_is_an_error(tmp_path):
 
 @pytest.fixture
 def drawn(tmp_path, monkeypatch):
-    """Return a function from an embedding and theta to what is drawn, and into which file."""
+    """Return a function that calls `draw_kernels`, and returns the arguments of `write_kernels`."""
 
     def draw(pos, theta=None, **keys):
         calls = []

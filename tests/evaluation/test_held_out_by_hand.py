@@ -1,4 +1,4 @@
-"""Which batches a validation reads, and what it and the end of training log, without a model."""
+"""Count by hand which batches a validation reads, and what is logged. No model is needed."""
 
 from __future__ import annotations
 

@@ -211,7 +211,7 @@ def test_each_length_cuts_the_same_text():
 
 
 def answers_seen(draws=None):
-    """Return texts that `copying` reads, and a model whose loss is 3, or 1 for what it has seen."""
+    """Return texts for `copying`, and a model with loss 1 for tokens seen before, otherwise 3."""
     read = []
 
     def losses(inputs, targets):

@@ -1,4 +1,4 @@
-"""A model of a disk: replay the system calls of a trace, and lose what was not flushed.
+"""Model a disk: replay the system calls of a trace, and drop the writes that were not flushed.
 
 Each file has its content and the content of its last fsync; each folder its entries and the
 entries of its last fsync. A power loss leaves one of four states:
@@ -176,7 +176,7 @@ class Disk:
             case "link" | "linkat" | "symlink" | "symlinkat" if any(
                 each is not None for each in inside
             ):
-                raise NotImplementedError(str(call))
+                raise ValueError(f"the model of a disk does not know this call: {call}")
 
     def _open(self, call: Call, at: list[str]) -> Opened:
         if "O_TMPFILE" in call.arguments:
@@ -225,9 +225,9 @@ class Disk:
             case "fsync" | "fdatasync":
                 node.flush()
             case "mmap" if "PROT_WRITE" in call.arguments and "MAP_SHARED" in call.arguments:
-                raise NotImplementedError(str(call))
+                raise ValueError(f"the model of a disk does not know this call: {call}")
             case "pwritev" | "pwritev2" | "fallocate" | "copy_file_range" | "sync_file_range":
-                raise NotImplementedError(str(call))
+                raise ValueError(f"the model of a disk does not know this call: {call}")
 
 
 def _loaded(path: Path) -> Node:

@@ -21,7 +21,7 @@ from pathlib import Path
 from tests.helpers.launch import start_script
 from tests.helpers.paths import ROOT
 
-NEEDED = "needs strace (the package strace of Debian)"
+NEEDED = "needs strace: install Debian's package strace, then run pytest tests/faults"
 KINDS = (
     "open", "openat", "creat", "write", "pwrite64", "writev", "pwritev", "pwritev2", "fsync",
     "fdatasync", "sync_file_range", "rename", "renameat", "renameat2", "link", "linkat", "symlink",

@@ -83,7 +83,7 @@ def test_the_norm_is_deepspeeds_where_it_has_one(keys, norm):
 
 
 class Stage(PipelineEngine):
-    """A pipeline's engine, which returns what it is given."""
+    """A pipeline engine with fixed results. It keeps the pairs that `train_batch` gets."""
 
     def __init__(self):
         nn.Module.__init__(self)

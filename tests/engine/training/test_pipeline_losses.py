@@ -70,7 +70,7 @@ def test_micro_batches_without_targets_have_the_loss_0():
 
 
 class Stage:
-    """A stage of a pipeline whose loss is the target; it records what it is given."""
+    """A pipeline stage that records its inputs. Its loss is the target."""
 
     def __init__(self, is_last: bool):
         self.is_last_stage, self.total_loss, self.calls = (lambda: is_last), 99.0, []
