@@ -44,16 +44,15 @@ def task_of(config: Config) -> Task | None:
 def counts_targets(config: Config) -> bool:
     """Return whether a step's loss is the mean over all unmasked targets of the step's batch.
 
-    If not, the loss is the mean of the micro-batches' losses. The result is true only if the config
-    sets `calculate_per_token_loss` and some targets may be masked, that is, if `eod_mask_loss` is
-    set or the data is a length task. Without masked targets, the two means are equal.
+    If the result is false, a step's loss is the mean of the losses of its micro-batches.
     """
+    # Without masked targets, the two means are equal. A length task masks targets, too.
     masks = config.training.eod_mask_loss or task_name(config.data.data_path) is not None
     return config.training.calculate_per_token_loss and masks
 
 
 def tokenizer_of(config: Config) -> Tokenizer:
-    """Build the tokenizer that the config names, or the tokenizer of its length task."""
+    """Build the config's tokenizer. A length task (see `task_of`) has a tokenizer of its own."""
     data, task = config.data, task_of(config)
     if task is not None:
         return task.tokenizer

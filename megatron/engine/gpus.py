@@ -18,7 +18,8 @@ class Gpu:
     """A GPU.
 
     Attributes:
-        rate16, rate32: The peak TFLOP/s of matrix products, with 16-bit and with fp32 inputs.
+        rate16: The peak TFLOP/s of matrix products with 16-bit inputs.
+        rate32: The peak TFLOP/s of matrix products with fp32 inputs.
         memory: The memory in GB.
         has_bf16: Whether the tensor cores take bf16.
     """

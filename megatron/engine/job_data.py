@@ -37,8 +37,7 @@ class JobData:
         identity: The values that determine the order and the text of the samples, as JSON values.
             Checkpoints record them.
         wanted: Maps each split's name to the number of samples that the run reads from it.
-        counting: Says which targets count in the loss, and whether all of these targets or all
-            micro-batches have the same weight.
+        counting: The rules that say which targets count in the loss, and with which weight.
     """
 
     def __init__(self, config: Config, groups: Groups):
@@ -106,9 +105,7 @@ class JobData:
     def held_out_at(self, name: str, *, iteration: int) -> TrainLoader | None:
         """Return the batches that GPT-NeoX evaluates when it resumes a run at step `iteration`.
 
-        The result is None if there are no batches. A resumed GPT-NeoX run counts micro-batches as
-        steps. With gradient accumulation, its batches of the split `valid` therefore begin at later
-        samples than the batches that `held_out` returns.
+        The result is None if there are no batches.
 
         Args:
             name: The split, `valid` or `test`.
@@ -118,6 +115,7 @@ class JobData:
         if dataset is None:
             return None
         loader = self._loader(dataset, 0)
+        # A resumed GPT-NeoX run counts micro-batches as steps, so its batches may begin later.
         loader.consumed_samples = published_start(
             loader,
             name,

@@ -86,9 +86,12 @@ Model = GPT | Pipeline
 def build_local_model(
     config: Config, vocab_size: int, groups: Groups, eod: int | None = None
 ) -> Model:
-    """Build this rank's tensor-parallel shard of the model or, in a pipeline, of a stage.
+    """Build this rank's shard of the config's model. In a pipeline, build this rank's stage.
 
-    `plan_of` describes the arguments.
+    Args:
+        vocab_size: The size of the tokenizer's vocabulary, before padding.
+        eod: The id of the tokenizer's end-of-document token. It must be given if the config sets
+            `reset_attention_mask`.
     """
     device, tp, cp = groups.device.type, groups.model, groups.context
     plan = plan_of(config, vocab_size, device_type=device, eod=eod, tp=tp, cp=cp)

@@ -67,12 +67,12 @@ def open_run(
     must call this function.
 
     Args:
-        config: The configuration. If it is None, it is read from `files` or, without `files`, from
-            the run's `config.yml`. Each process then holds the whole model.
+        config: The configuration. If `config` is None, the configuration is read from `files` and
+            `overrides`, and each process holds the whole model.
         groups: The job's process groups. The ranks of `groups.model` share the model. None means
             that this process is alone.
-        files: Config files.
-        overrides: Config overrides, `key=value`, for `files` or `config.yml`.
+        files: Config files; without any, the run's `config.yml` is read.
+        overrides: Config overrides, `key=value`.
 
     Raises:
         AttentionError: The attention backend does not support this model on this device.

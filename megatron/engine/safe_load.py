@@ -92,12 +92,10 @@ def only_safe_loads() -> Iterator[None]:
 def _enum_member(cls: type[Enum], name: str) -> Enum:
     """Return the member `name` of the enumeration `cls`.
 
-    A pickle that Python before 3.11.4 has written contains a call of `getattr` to get the member.
-    This function replaces `getattr`.
-
     Raises:
         UnpicklingError: `cls` is no enumeration.
     """
+    # Pickles that Python before 3.11.4 has written call `getattr`, which this function replaces.
     if not (isinstance(cls, type) and issubclass(cls, Enum)):
         raise pickle.UnpicklingError(f"GLOBAL getattr of {cls!r}")
     return cls[name]
@@ -119,12 +117,12 @@ def _load(file: Any, map_location: Any = None, *, mmap: bool = False, **_ignored
 
 
 def _require_plain_keys(content: Any) -> None:
-    """Check that no dictionary key is a path: DeepSpeed's converter uses keys as folder names.
+    """Check that no key of a dictionary in `content` is a path.
 
     Raises:
-        ValueError: A key of a dictionary in `content` contains a slash or a null character, or is
-            `.` or `..`.
+        ValueError: A key contains a slash or a null character, or is `.` or `..`.
     """
+    # DeepSpeed's converter uses keys as folder names.
     waiting, seen = [content], set()
     while waiting:
         value = waiting.pop()

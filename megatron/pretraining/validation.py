@@ -14,12 +14,11 @@ from megatron.engine.training.hooks import Hook, Step
 class Validation(Hook):
     """Logs the metrics of the validations during training.
 
-    If a job ends before a validation is complete, the checkpoint records that it owes this
-    validation. The resumed run then validates before its first step.
+    If a job ends before a validation is complete, the resumed run validates before its first step.
 
     Args:
-        measure: A function from step to the validation's metrics. If it raises `preemption.Leave`,
-            the job ends after a checkpoint.
+        measure: A function from step to the validation's metrics. If `measure` raises
+            `preemption.Leave`, the job ends after a checkpoint.
     """
 
     def __init__(self, measure: Callable[[int], dict[str, float]], log: RunLog):

@@ -82,7 +82,7 @@ class Saver:
     def save(self, progress: TrainingProgress) -> None:
         """Wait until the previous checkpoint is written. Then save a new one.
 
-        If a thread writes the files beside training, this method only copies the state for it.
+        If a thread writes the files beside training, this method only copies the state.
 
         Raises:
             CheckpointError: This checkpoint or the previous one cannot be written.
@@ -105,9 +105,7 @@ class Saver:
         self._warn_if_slow(seconds)
 
     def check(self) -> None:
-        """Print how long the last save took, if the saver's thread has completed it.
-
-        If the thread is still writing, or if the time was printed before, do nothing.
+        """Print how long the last save of the saver's thread took, once after the save has ended.
 
         Raises:
             CheckpointError: The thread could not write the checkpoint.
@@ -219,9 +217,8 @@ class Buffer:
     def stage(self, files: Files) -> Files:
         """Copy the state in `files` into the buffer, and return `files` with the copied state.
 
-        If several tensors share a storage, the storage is copied once, and the copied tensors
-        share the copied storage. `torch.save` then writes the same bytes as without the buffer.
-        State that does not fit into the buffer is copied into other memory.
+        Tensors that share a storage also share a storage in the copy. State that does not fit
+        into the buffer is copied into other memory.
         """
         copies, start = {}, 0
         for key, storage in _storages(files).items():
@@ -249,10 +246,7 @@ def buffer_size(files: Files) -> int:
 
 
 def _storages(files: Files) -> dict[int, torch.UntypedStorage]:
-    """Return the storages of all tensors in `files`, without duplicates.
-
-    The result is a dict from `_key(storage)`, an integer, to the storage.
-    """
+    """Return the storage of each tensor in `files`, without duplicates, by an integer key."""
     return {_key(each): each for each in (t.untyped_storage() for t in _tensors(files))}
 
 

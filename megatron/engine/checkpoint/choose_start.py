@@ -72,15 +72,15 @@ def choose_start(
 
 
 def usable(folder: Path, groups: Groups, *, allow_fallback: bool) -> tuple[Saved | None, str]:
-    """Return the checkpoint in `folder` to start from (or None), and the damage found (or "").
+    """Return the checkpoint to start from, and a text that names damaged files.
 
-    Without damage, the result is the checkpoint that the file `latest` names, or `folder` itself if
-    `folder` is a checkpoint. Every rank must call this function.
+    The checkpoint is the one that `folder/latest` names, or `folder` itself if `folder` is a
+    checkpoint. The result is (None, "") if `folder` has no checkpoint. The text is "" if no damage
+    was found. Every rank must call this function.
 
     Args:
-        allow_fallback: Whether to skip damaged checkpoints. If the checkpoint named in `latest` is
-            damaged, the newest intact checkpoint of an earlier step is taken. If there is none,
-            the newest intact checkpoint in `folder` is taken.
+        allow_fallback: Whether to skip a damaged checkpoint. The newest intact checkpoint of an
+            earlier step is then taken. If there is none, the newest of a later step is taken.
 
     Raises:
         CheckpointError: The checkpoint is damaged or, with `allow_fallback`, `folder` has no intact
@@ -121,11 +121,10 @@ def usable(folder: Path, groups: Groups, *, allow_fallback: bool) -> tuple[Saved
 def _decide(
     config: Config, usable: Callable[[Path | None], Saved | None], train_samples: int
 ) -> Start:
-    """Decide where the job starts, by the rules in the module docstring.
+    """Decide where the job starts.
 
     Args:
-        usable: A function that returns the newest usable checkpoint in a folder, or None if the
-            folder has none.
+        usable: A function from a folder to its newest usable checkpoint, or None.
     """
     c, trains = config.checkpoint, config.training.train_iters > 0
     save, load = (Path(name) if name else None for name in (c.save, c.load))
@@ -174,11 +173,11 @@ def _other_batch(config: Config, saved: Saved) -> str:
 
 
 def _other_loss(config: Config, saved: Saved) -> str:
-    """Return a warning if an older version of this project averaged the loss in another way.
+    """Return a warning if the loss was averaged in another way before `saved` was written.
 
-    The warning is for a run that gives every target the same weight, and resumes a checkpoint of a
-    version that gave every micro-batch the same weight. Otherwise the result is "".
+    Otherwise return "".
     """
+    # Older versions of this project gave every micro-batch the same weight, and had no such key.
     if not counts_targets(config) or "calculate_per_token_loss" in saved.record.config:
         return ""
     return (

@@ -143,14 +143,10 @@ def _write_layers(
 
     XX is the position in GPT-NeoX's pipeline, and YY is the tensor-parallel rank.
 
-    Each tensor is split into as many shards as the new checkpoint has ranks. Tensors that have that
-    many shards in `imported_shards` are not split. These shards are written instead.
-
     Args:
         placed: Maps (position in GPT-NeoX's pipeline, GPT-NeoX's name) to the unsharded tensor.
-        imported_shards: Maps "position.name" to the shards of a tensor in the imported checkpoint.
-            A tensor has an entry only if a split would give other shards, for example because
-            replicated shards differed slightly.
+        imported_shards: Maps "position.name" to a tensor's shards. If there are `shape.parts`
+            shards, these are written, and the tensor is not split again.
     """
     dtype = placed[0, "word_embeddings.weight"].dtype
     files: dict[str, dict[str, Tensor]] = defaultdict(dict)
@@ -191,10 +187,7 @@ def _config_of(record: Record) -> Config:
 
 
 def _needs_head(block: BlockShape, activation: str) -> bool:
-    """Return whether a block needs gpt-neox of 2024 or later.
-
-    It does if it uses an option that the released KERPLE code lacks.
-    """
+    """Return whether a block uses an option that the released KERPLE code lacks."""
     plain = BlockShape(block.hidden_size, block.num_heads, activation=activation)
     options = ("attention_bias", "mlp_bias", "group", "qk_norm", "mlp_size")
     changed = any(getattr(block, name) != getattr(plain, name) for name in options)

@@ -97,13 +97,10 @@ def _read_layers(checkpoint: Path, layers: Sequence[str], rank: int) -> Weights:
 
 
 def _read_stage3(checkpoint: Path, rank: int) -> Weights:
-    """Read the ZeRO-3 weights of one tensor-parallel rank with DeepSpeed's converter.
-
-    The converter reads all files of a folder. It therefore gets a folder with links to the files of
-    this one rank. The converter's console output is discarded, but not its exceptions.
-    """
+    """Read the ZeRO-3 weights of one tensor-parallel rank with DeepSpeed's converter."""
     from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 
+    # The converter reads all files of a folder, so the folder holds only this rank's files.
     with tempfile.TemporaryDirectory() as links:
         for path in checkpoint.glob(f"*zero_pp_rank_*_mp_rank_{rank:02d}_*_states.pt"):
             (Path(links) / path.name).symlink_to(path.resolve())
@@ -127,8 +124,7 @@ def full_shapes(model: nn.Module, groups: Groups | None) -> dict[str, torch.Size
 def fill(model: nn.Module, weights: Mapping[str, Tensor]) -> None:
     """Copy this tensor-parallel rank's slice of each unsharded weight into `model`.
 
-    Call this function before a DeepSpeed engine is built from `model`, because building the engine
-    makes the optimizer's fp32 copies of the weights.
+    Call this function before a DeepSpeed engine is built from `model`.
     """
     for name, param in model.named_parameters():
         param.copy_(local_slice(param, weights[name]))

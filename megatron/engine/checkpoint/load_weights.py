@@ -29,15 +29,13 @@ def load_weights(
 ) -> list[str]:
     """Copy the weights of the checkpoint `saved` into `model`.
 
-    If `model` is one rank's shard, only this rank's slices of the weights are copied. Call this
-    function before an engine casts or shards the model, so that the optimizer's fp32 copies start
-    from the stored values. Theta (the learned parameters of the positional embedding) is clamped to
-    its bounds, because values in checkpoints of the released KERPLE code may exceed them.
+    If `model` is one rank's shard, only this rank's slices of the weights are copied. Theta (the
+    learned parameters of the positional embedding) is clamped to its bounds. Call this function
+    before an engine casts or shards the model.
 
     Args:
-        run: The description of this run. If the checkpoint describes its model, that description
-            must be equal to `run.model`. (A published checkpoint has no description.) If `run` is
-            None, descriptions are not compared.
+        run: The description of this run. An error is raised if the checkpoint records another model
+            than `run.model`. None skips this comparison.
         groups: The job's process groups. They are required if the model is sharded, and every rank
             must then call this function.
 
@@ -45,8 +43,8 @@ def load_weights(
         Lines to print for the user.
 
     Raises:
-        CheckpointError: The checkpoint does not fit the model. The error message lists every weight
-            that is missing, unknown or of another shape.
+        CheckpointError: The checkpoint does not fit the model or `run`. The error message lists
+            what differs, such as weights that are missing, unknown or of another shape.
     """
     block = model.shape.block
     described = saved.kind is Kind.IMPORTED and bool(saved.record.model)  # from transformers
@@ -80,8 +78,8 @@ def _read(
     """Return (weights, buffers, names, problems, notes) of the checkpoint `saved`.
 
     `names` are GPT-NeoX's names of the positional embedding's learned tensors. The tuple is empty
-    unless the checkpoint was written by GPT-NeoX or imported from it. The class `Published`
-    describes the other values.
+    if the checkpoint does not come from GPT-NeoX. `buffers` are stored slopes or frequencies, by
+    GPT-NeoX's names. `problems` and `notes` are lines for the user.
     """
     if saved.kind is not Kind.PUBLISHED:
         buffers, _ = saved.imported_tensors()
@@ -100,12 +98,11 @@ def _read(
 
 
 def _merged_for_another_residual(saved: Saved, gpt_j_residual: bool) -> list[str]:
-    """Check that the import of the checkpoint `saved` used this value of `gpt_j_residual`.
+    """Return an error line if the import of `saved` used another value of `gpt_j_residual`.
 
-    Return a list with one error line if it did not, otherwise an empty list. The value matters
-    because with `gpt_j_residual` (parallel attention and MLP) the import sums the tensor-parallel
-    shards of some biases.
+    Otherwise return an empty list.
     """
+    # With `gpt_j_residual`, the import sums the tensor-parallel shards of some biases.
     if saved.kind is not Kind.IMPORTED or saved.record.imported is None:
         return []
     shape = saved.record.imported["shape"]
@@ -150,9 +147,9 @@ def _text_of_problems(
 def _project_theta(model: Model, weights: Weights) -> list[str]:
     """Clamp theta in `weights` to its bounds; return a line for the user if values changed.
 
-    Theta contains the learned parameters of the positional embedding. It is clamped in the model's
-    dtype. Every rank clamps the unsharded theta, so all ranks return the same line.
+    Theta contains the learned parameters of the positional embedding.
     """
+    # Checkpoints of the released KERPLE code may hold values beyond the bounds.
     moved = count = 0
     for name, shared in ((THETA, False), (SHARED_THETA, True)):
         if name in weights:

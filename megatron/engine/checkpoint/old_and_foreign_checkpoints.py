@@ -12,7 +12,7 @@ from megatron.engine.job.lease import Confirm, unleased
 
 
 def set_aside_foreign(saved: Saved, lineage: str) -> None:
-    """Rename the folder of `saved` if another run wrote it, so that it is not overwritten.
+    """Rename the folder of the checkpoint `saved` if another run wrote the checkpoint.
 
     Args:
         lineage: The id of this run, as in `RunDescription`.
@@ -34,10 +34,9 @@ def _lineage(saved: Saved) -> str | None:
 def prune(newest: Saved, keep_last: int | None, lineage: str, confirm: Confirm = unleased) -> None:
     """Remove old checkpoints: keep `newest` and the `keep_last` - 1 checkpoints before it.
 
-    Checkpoints of later steps than `newest` are neither counted nor removed. They exist if the run
-    went back to an earlier step, for example because later checkpoints were damaged. Checkpoints of
-    other runs, checkpoints whose `kerple.json` cannot be read, and published (GPT-NeoX) checkpoints
-    are never removed.
+    Checkpoints of later steps than `newest` are neither counted nor removed. Checkpoints of other
+    runs, checkpoints without a readable `kerple.json`, and published (GPT-NeoX) checkpoints are
+    never removed.
 
     Args:
         keep_last: The number of checkpoints to keep; None or 0 keeps all.

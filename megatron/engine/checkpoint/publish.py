@@ -39,11 +39,9 @@ UNFINISHED, REPLACED = ".unfinished-", ".replaced-"
 def new_folder(path: Path) -> Iterator[Path]:
     """Yield an empty folder. When the `with` block ends, rename that folder to `path`.
 
-    The yielded folder has the same name as `path`. It is inside a staging folder beside `path`,
-    `.NAME.unfinished`. This process holds the lease of the staging folder during the block. If the
-    block raises an exception, both folders are removed. If the process is killed, both stay, and
-    the next call for the same `path` removes them. A rename cannot replace a folder that has
-    content, so no other process's result is ever replaced.
+    The yielded folder has the same name as `path`, and lies in a staging folder beside `path`. If
+    the block raises an exception, the staging folder is removed. If the process is killed, the next
+    call for the same `path` removes the staging folder.
 
     Raises:
         CheckpointError: Another process is writing `path`.
@@ -81,10 +79,10 @@ def new_folder(path: Path) -> Iterator[Path]:
 def new_checkpoint(folder: Path, tag: str) -> Iterator[Path]:
     """Yield an empty folder; after the `with` block, `publish` renames the folder to `folder/tag`.
 
-    After an error in the block, the folder is not published.
+    After an error in the block, the yielded folder is not renamed.
 
     Raises:
-        CheckpointError: `folder` already has the checkpoint `tag`, or another process writes there.
+        CheckpointError: `folder/tag` exists already, or another process writes into `folder`.
     """
     with sole_writer(folder) as confirm:
         if (folder / tag).exists():
@@ -141,8 +139,7 @@ def create_unfinished(folder: Path, tag: str) -> Path:
 def publish(folder: Path, tag: str, confirm: Confirm) -> None:
     """Flush the folder `.unfinished-TAG` to disk, rename it to `TAG`, and write TAG to `latest`.
 
-    The rows of `metrics.jsonl` are flushed first: a run that resumes from TAG never writes them
-    again.
+    The file `metrics.jsonl` is flushed, too.
 
     Args:
         confirm: A function that raises an error if this job no longer holds the lease of `folder`
@@ -150,6 +147,7 @@ def publish(folder: Path, tag: str, confirm: Confirm) -> None:
     """
     unfinished, final = folder / f"{UNFINISHED}{tag}", folder / tag
     rows = folder.glob(RunFolder(folder).metrics.name)
+    # A run that resumes from this checkpoint never writes the rows again.
     for path in (*unfinished.rglob("*"), unfinished, *rows):
         flush(path)
     replaced = folder / f"{REPLACED}{tag}"

@@ -91,14 +91,14 @@ class RunDescription:
     """The description of a run, as JSON values. Every checkpoint of the run records it.
 
     Attributes:
-        model: The result of `model_shape.identity_of`. It is equal for two models if each can load
-            the other's weights.
+        model: The result of `model_shape.identity_of`. Two models with equal values can exchange
+            weights.
         data: The values that determine the order of the samples.
         layout: The degrees of parallelism, ZeRO stage, precision and optimizer.
         shapes: Maps each parameter's name to its unsharded shape.
         cuts: Maps each sharded parameter's name to [dimension, blocks]. The parameter consists of
             `blocks` tensors stacked along this dimension (e.g. value and gate of a gated MLP), and
-            each of them is sharded along it (see `Sharding`).
+            each of these tensors is sharded along the same dimension (see `Sharding`).
         layers: The names of a pipeline's layers, in the order of their checkpoint files; None
             without a pipeline.
         config: The resolved configuration, as flat keys.

@@ -57,8 +57,8 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 def conversion_info(run: RunDescription) -> dict[str, Any]:
     """Return the dictionary that tells DeepSpeed's converter how each parameter is sharded.
 
-    The dictionary maps each way of sharding, e.g. row-parallel, to a list of regular expressions.
-    Each of these matches the name of one parameter.
+    The dictionary maps each way of sharding, e.g. row-parallel, to regular expressions for the
+    names of the parameters that are sharded in this way.
     """
     cuts, layers = run.cuts, run.layers or []
 
@@ -158,11 +158,7 @@ def _run_converter(source: Path, target: Path, workers: int) -> None:
 
 
 def _complete_weights(folder: Path, record: Record, cuts: Mapping[str, Any]) -> None:
-    """Give each converted tensor its unsharded shape, and store which dimension is sharded.
-
-    For a ZeRO-3 checkpoint, the converter does not store the number of optimizer steps with each
-    parameter. This function adds it.
-    """
+    """Store each converted parameter's unsharded shape, sharded dimension and optimizer steps."""
     step = None
     for name, shape in record.shapes.items():
         dim, blocks = cuts.get(name, (0, 1))
@@ -190,10 +186,9 @@ def _complete_weights(folder: Path, record: Record, cuts: Mapping[str, Any]) -> 
 
 
 def _complete_counters(folder: Path) -> None:
-    """Replace the `*_model_states.pt` files by two copies of the first one, without weights.
+    """Replace the files `*_model_states.pt` by two copies of the first one, without its weights.
 
-    These files hold the counters of the run. The copies have different names: ZeRO-1 and ZeRO-2
-    read one of them, and ZeRO-3 reads the other.
+    The copies hold the counters of the run.
     """
     stored = sorted(folder.glob("*mp_rank_*_model_states.pt"))
     counters = safe_load(stored[0], mmap=False)
@@ -201,6 +196,7 @@ def _complete_counters(folder: Path) -> None:
     counters["mp_world_size"] = 1
     for path in stored:
         path.unlink()
+    # ZeRO-1 and ZeRO-2 read the first of these names, and ZeRO-3 reads the second.
     for prefix in ("", "zero_pp_rank_0_"):
         torch.save(counters, folder / f"{prefix}mp_rank_00_model_states.pt")
 
@@ -215,8 +211,7 @@ def restore(
 ) -> None:
     """Convert the checkpoint `saved` to this run's parallel layout, and load it into `engine`.
 
-    Every rank must call this function. Dropout then uses new random streams, because the stored
-    streams belong to the ranks of the old layout.
+    Every rank must call this function. Afterwards, dropout uses new random streams.
 
     Args:
         scratch: The folder in which the checkpoint is converted; it is removed afterwards.

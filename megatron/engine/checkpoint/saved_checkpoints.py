@@ -145,7 +145,10 @@ class Saved:
         return checksums.damage(self.path, groups, "*optim_states.pt" if skip else "")
 
     def require_intact(self, groups: Groups, *, optimizer: bool = True) -> None:
-        """Check that the checkpoint's files are intact. The method `damage` describes `optimizer`.
+        """Check that the checkpoint's files are intact.
+
+        Args:
+            optimizer: Whether to check the optimizer's files, too (see `damage`).
 
         Raises:
             CheckpointError: A file is damaged.

@@ -75,14 +75,13 @@ def removed_if_it_fails(saved: Saved) -> Iterator[None]:
     """If the `with` block fails, remove the unfinished files of `saved` to free disk space.
 
     Raises:
-        CheckpointError: The block has raised an OSError or a RuntimeError. (torch's file writer
-            raises a RuntimeError if it cannot write.)
+        CheckpointError: The block has raised an OSError or a RuntimeError.
         FailedElsewhereError: This rank cannot write, because another rank has failed earlier and
             removed the files.
     """
     try:
         yield
-    except (OSError, RuntimeError) as error:
+    except (OSError, RuntimeError) as error:  # torch's file writer raises RuntimeErrors
         text = f"{saved.path} cannot be written ({why_not_written(saved.folder, error)}); "
         text += "checkpoints saved before are untouched"
         unfinished = saved.folder / f"{UNFINISHED}{saved.tag}"

@@ -97,8 +97,8 @@ class Watch:
 
     Args:
         silence: The seconds without a sign of life after which a rank counts as lost.
-        exchange: A function that the thread calls with the store, whenever it has found no failure
-            there. It returns whether the thread should read the store again sooner than usual.
+        exchange: A function that the thread calls with the store while no rank has failed. It
+            returns whether the thread should read the store again sooner than usual.
     """
 
     def __init__(
@@ -156,12 +156,10 @@ def end_process(
 ) -> NoReturn:
     """Report an error to the other ranks and end this process. The other ranks then end too.
 
-    Process groups stay open, because all ranks would have to close them together.
-
     Args:
         text: The error message.
-        lost: Whether the error is only a lost connection to another process. If so, that other
-            process reports the cause.
+        lost: Whether the error is only a lost connection to another process. That other process
+            is then expected to report the cause.
         code: The exit code of this process.
         ends_all: Whether the other ranks end with `code` too; otherwise they end with 1.
     """
@@ -201,7 +199,7 @@ def _report(failure: Failure, lost: bool, causes: list[Failure]) -> None:
 
     Args:
         lost: Whether the failure is only a lost connection to another process.
-        causes: If another rank's failure caused `failure`, the other failure is added to this list.
+        causes: A list to which the failure of another rank is added if it caused `failure`.
     """
     try:
         # A store that was killed with its launcher may accept a last connection and never answer.
@@ -221,8 +219,8 @@ def _report_to_store(failure: Failure, lost: bool) -> Failure | None:
         lost: Whether the failure is only a lost connection to another process.
 
     Returns:
-        The failure of another rank that caused this one. None if the cause is unknown, or if `lost`
-        is false.
+        The failure of another rank that caused `failure`; None if there is none, or if `lost` is
+        false.
     """
     if lost and _received and _received[0]["rank"] != failure["rank"]:
         print_if_elsewhere(_received[0])
@@ -248,10 +246,7 @@ def _report_to_store(failure: Failure, lost: bool) -> Failure | None:
 
 
 def _write_for_launcher(text: str) -> None:
-    """Write the error into torchrun's error file.
-
-    torchrun's summary names one rank as the root cause: the rank with the oldest error file.
-    """
+    """Write the error message `text` into torchrun's error file."""
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     when = {"py_callstack": text, "timestamp": str(int(time.time()))}
     if path:
@@ -285,9 +280,6 @@ def _print(failure: Failure) -> None:
 
 
 def print_if_elsewhere(failure: Failure) -> None:
-    """Print `failure` if this process is local rank 0 of a machine without the failed rank.
-
-    On its own machine, the failed rank prints the error itself. So each machine shows it once.
-    """
+    """If `failure` happened on another machine, print it on local rank 0 of this machine."""
     if failure["host"] != socket.gethostname() and os.environ.get("LOCAL_RANK") == "0":
         _print(failure)

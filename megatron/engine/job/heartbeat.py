@@ -34,8 +34,8 @@ HOST = socket.gethostname()
 class Talk(threading.Thread):
     """A thread that writes and reads heartbeats over one connection to the job's store.
 
-    The thread ends if the connection fails, or after another thread has set the event `over`. If
-    the store does not answer, the thread blocks for ever, and `Hearing` starts another thread.
+    The thread ends if the connection fails, or after the event `over` is set. The thread blocks for
+    ever if the store does not answer.
     """
 
     def __init__(
@@ -83,7 +83,7 @@ class Talk(threading.Thread):
 class Hearing:
     """Watches the heartbeats of all ranks, and finds the ranks that are silent for too long.
 
-    Call `tick` every `interval` seconds. It evaluates what a thread (`Talk`) has read.
+    A thread reads the heartbeats. Call `tick` every `interval` seconds to evaluate what was read.
 
     Attributes:
         answered: Whether the store has ever answered.
@@ -145,10 +145,7 @@ class Hearing:
         return Talk(self._ranks, max(1, int(self._bound / 20)), self._interval, self._exchange)
 
     def _compare(self, beats: list[bytes]) -> None:
-        """Update the number of seconds for which each rank has been silent.
-
-        The number begins again at 0 when the rank's heartbeat in `beats` has changed.
-        """
+        """Update how long each rank has been silent. `beats` holds each rank's last heartbeat."""
         for rank, beat in enumerate(beats):
             same = self._talk.reads and self._beats and beat == self._beats[rank]
             self._silence[rank] = self._silence[rank] + self._interval if same else 0.0

@@ -38,8 +38,7 @@ def joined_job(parallel: ParallelConfig, *, verbose: bool = False) -> Iterator[G
     """Join the job for the time of the `with` block, and yield its process groups.
 
     While the block runs, the failure of one rank ends all ranks. After an error in a job of several
-    processes, the process groups stay open, because all ranks would have to close them together.
-    The caller must then end the process, as `error_messages.user_errors` does.
+    processes, the process groups stay open, and the caller must end the process.
 
     Args:
         parallel: The section of the config with `distributed_backend` and `heartbeat_timeout`.

@@ -170,8 +170,7 @@ def _make(folder: Path) -> None:
 def _create(path: Path, text: str) -> None:
     """Create the lease file `path` with the content `text`.
 
-    If the disk is full, the file stays empty and is removed. Later jobs would otherwise take the
-    empty file for the lease of a running process, and would wait.
+    The file is removed if its content cannot be written.
 
     Raises:
         FileExistsError: Another process has created the lease.
@@ -179,7 +178,7 @@ def _create(path: Path, text: str) -> None:
     with naming(path), path.open("xb", buffering=0) as file:
         try:
             file.write(text.encode())
-        except OSError:
+        except OSError:  # later jobs would take an empty file for the lease of a running process
             path.unlink()
             raise
 
@@ -188,11 +187,11 @@ def _wait_for_end(path: Path, content: str, key: str, deadline: float) -> None:
     """Wait until the holder of the lease `path` is dead or has removed the lease.
 
     If this machine cannot check the holder's process, the holder counts as dead after LIFETIME
-    seconds without a heartbeat. If the last heartbeat is dated in the future, these seconds are
-    counted from this call on.
+    seconds without a heartbeat.
 
     Args:
         content: The content of the lease.
+        key: The setting that names the folder, for the error message.
         deadline: The time (of `time.monotonic`) at which to give up.
 
     Raises:
@@ -206,7 +205,7 @@ def _wait_for_end(path: Path, content: str, key: str, deadline: float) -> None:
             alive = is_alive(content)
             os.utime(clock.fileno())
             age = os.fstat(clock.fileno()).st_mtime - found[1]
-            age = max(age, time.monotonic() - begun)
+            age = max(age, time.monotonic() - begun)  # a heartbeat may be dated in the future
             copied = alive and _names_another(content, path.parent)
             beaten = first is not None and found[1] != first
             if copied or alive is False or (alive is None and age > LIFETIME and not beaten):
@@ -234,12 +233,10 @@ def _leases(folder: Path) -> dict[Path, str]:
 def _read(path: Path) -> tuple[str, float] | None:
     """Return a lease's content and the time of its last heartbeat; None if the file is missing.
 
-    The file is opened because NFS then asks the server; `stat` alone would return cached values.
-
     Raises:
         OSError: The file cannot be read, or is not a lease.
     """
-    try:
+    try:  # the file is opened first: NFS then asks the server, where `stat` alone may use a cache
         return read_small(path, MOST_BYTES).decode(errors="replace"), path.stat().st_mtime
     except FileNotFoundError:
         return None

@@ -27,8 +27,7 @@ def connect(patience: float = 0.0, opens: bool = False) -> Store:
 
     Args:
         patience: The seconds during which this call tries again if it cannot connect.
-        opens: Whether this call creates the store. Rank 0 passes true if an error occurs before
-            torch has created the store, to report this error.
+        opens: Whether this call creates the store in this process.
 
     Raises:
         ConnectionRefusedError: No process holds the store.

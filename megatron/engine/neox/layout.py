@@ -163,8 +163,7 @@ def split(tensor: Tensor, how: str, count: int, *, name: str = "tensor") -> list
 def our_name(index: int, name: str, num_layers: int) -> str | None:
     """Return this project's name for a tensor of GPT-NeoX, or None if there is no such name.
 
-    The result is None for unknown tensors, and for the learned tensors of a distance kernel. This
-    project stores a kernel's learned tensors as the columns of a single tensor, theta.
+    The result is also None for the learned tensors of a distance kernel (see `theta_columns`).
 
     Args:
         index: The tensor's position in GPT-NeoX's pipeline.
@@ -211,16 +210,15 @@ def theta_names(pos: PositionalEmbedding) -> tuple[str, ...]:
 def theta_columns(theta_HN: Tensor, names: Sequence[str]) -> dict[str, Tensor]:
     """Split theta, or its gradient, into the tensors that each block of GPT-NeoX stores.
 
-    GPT-NeoX stores each column of theta as its own tensor, "attention.rpe.NAME". It stores T5's
-    bias table, all columns together, as the single tensor "attention.rpe.weight".
+    Each column becomes a tensor of its own. T5's bias table stays one tensor, "weight".
 
     Args:
         theta_HN: Theta (the positional embedding's learned parameters) or its gradient, [heads,
             parameters per head].
-        names: The NAME of each column; ("weight",) for T5's bias table.
+        names: GPT-NeoX's name of each column; ("weight",) for T5's bias table.
 
     Returns:
-        A dict from "attention.rpe.NAME" to tensor.
+        A dict from "attention.rpe.NAME" to tensor, for each NAME in `names`.
     """
     if list(names) == [TABLE]:
         return {RPE + TABLE: theta_HN.T.contiguous()}
@@ -237,8 +235,8 @@ def theta_from_columns(columns: dict[str, Tensor]) -> tuple[Tensor, list[str]]:
     This function is the inverse of `theta_columns`.
 
     Args:
-        columns: A dict from GPT-NeoX's name to tensor. It has the distance kernel's tensors of one
-            transformer block, which hold all heads.
+        columns: The distance kernel's tensors in one transformer block, by GPT-NeoX's names. Each
+            tensor holds all heads.
     """
     if RPE + TABLE in columns:
         return columns[RPE + TABLE].T.contiguous(), [TABLE]

@@ -42,9 +42,8 @@ class Published:
         buffers: Maps GPT-NeoX's names to stored slopes or frequencies. The configuration determines
             these values, so they are only checked and exported again, never trained.
         shards: Maps "POSITION.NAME" (pipeline position and GPT-NeoX's name of a tensor) to the
-            tensor's original tensor-parallel shards. A tensor has an entry only if splitting its
-            merged value would not give the same shards, e.g. because replicated shards differ
-            slightly.
+            tensor's original tensor-parallel shards. Only tensors whose merged value cannot be
+            split into these shards again have an entry.
         schedule: The recorded learning-rate schedule; None if missing.
         args: The recorded configuration values that are integers or strings.
         problems: One line for each file or tensor that is missing, unknown or inconsistent. The
@@ -71,12 +70,12 @@ class Published:
 def read(checkpoint: Path, *, summed_biases: bool = False) -> Published:
     """Read a published (GPT-NeoX) checkpoint, and merge the tensor-parallel shards of its tensors.
 
-    A tensor that is missing, unknown or inconsistent raises no error: it adds a line to the
-    result's `problems`. If there is such a line, some weights are missing in the result.
+    A tensor that is missing, unknown or inconsistent raises no error, but adds a line to the list
+    `problems` of the result. With such a line, some weights are missing in the result.
 
     Args:
-        summed_biases: Whether the model was trained with `gpt_j_residual`. If so, each rank stores
-            its own part of a row-parallel layer's bias, and the parts are added.
+        summed_biases: Whether the model was trained with `gpt_j_residual`. The shards of a
+            row-parallel layer's bias are then added.
 
     Raises:
         CheckpointError: A file cannot be read, or it contains more than tensors and plain values.
@@ -156,10 +155,13 @@ def _infer(states: dict, num_layers: int, tied: bool, parts: int, num_heads: int
 
 
 def _shards_by_position(states: dict, out: Published) -> dict[int, list[dict[str, Tensor]]]:
-    """Return a dict from pipeline position to the tensors of each tensor-parallel rank.
+    """Return a dict from pipeline position to each rank's tensors by name.
 
-    The tensors of a rank are a dict from name to tensor. A position with a missing file is left
-    out. Each missing or unknown file adds a line to `out.problems`.
+    Positions with missing files are left out. Each missing or unknown file adds a line to
+    `out.problems`.
+
+    Args:
+        states: Maps (pipeline position, tensor-parallel rank) to the tensors by name.
     """
     shape = out.shape
     expected = {
@@ -188,10 +190,13 @@ def _collected(problems: list[str], where: str) -> Iterator[None]:
 def _merge_position(
     index: int, group: list[dict[str, Tensor]], out: Published
 ) -> dict[str, Tensor]:
-    """Merge the shards of each tensor of one pipeline position.
+    """Merge the shards of each tensor of the pipeline position `index`.
 
     Return a dict from name to merged tensor. Each tensor that cannot be merged adds a line to
     `out.problems` instead.
+
+    Args:
+        group: Each tensor-parallel rank's shards by name.
     """
     merged = {}
     for name in sorted(set().union(*group)):
@@ -225,10 +230,7 @@ def _is_plain(value: Any) -> TypeGuard[Tensor]:
 
 
 def _check_width(out: Published) -> None:
-    """Add a line to `out.problems` if attention's merged output matrix is not square.
-
-    It is not square if some tensor-parallel rank has lost all of its files.
-    """
+    """Add a line to `out.problems` if attention's merged output matrix is not square."""
     square = out.weights.get("layers.0.attention.dense.weight")
     if square is not None and (square.ndim != 2 or square.shape[0] != square.shape[1]):
         out.problems.append(
@@ -240,10 +242,11 @@ def _check_width(out: Published) -> None:
 def _take_kernel(kernels: dict[int, dict[str, Tensor]], out: Published) -> None:
     """Add the distance kernel's tensors to `out`, as learned parameters or as fixed slopes.
 
-    The tensors must be the same in all blocks. Otherwise a line is added to `out.problems` instead.
+    If the tensors are not the same in all blocks, add a line to `out.problems` instead.
 
     Args:
-        kernels: Maps each block's position to the block's merged tensors, by GPT-NeoX's names.
+        kernels: Maps each block's position to the kernel's tensors in this block, by GPT-NeoX's
+            names.
     """
     if not any(kernels.values()):
         return

@@ -21,22 +21,19 @@ class Shape:
     """The properties of a model that determine how published (GPT-NeoX) files store each weight.
 
     Attributes:
-        num_layers: The number L of transformer blocks.
+        num_layers: The number of transformer blocks.
         tied: Whether the output projection shares the embedding's weight.
-        parts: The number N of tensor-parallel ranks.
+        parts: The number of tensor-parallel ranks.
         theta: GPT-NeoX's names of the positional embedding's learned tensors, in the order of the
             columns of this project's tensor theta; empty if there are none.
         geglu: Whether the MLP's activation has a gate, so that its first layer has two halves.
         summed_biases: Whether row-parallel biases are summed over the ranks (`gpt_j_residual`).
         row_output: Whether the output projection is row-parallel (`output_layer_parallelism: row`).
-        head: Whether a version of gpt-neox since 2024 wrote the files. (`head` stands for the HEAD
-            of gpt-neox's repository, not for an attention head.) These versions name the MLP's
-            layers `linear1` and `linear2`, and have more options for a block than the published
-            KERPLE code.
-        group: The number of query heads that share a key head. If it is above 1, the rows of a
+        head: Whether gpt-neox of 2024 or later (its repository's HEAD) wrote the files. These
+            versions name the MLP's layers `linear1` and `linear2`.
+        group: The number of query heads that share a key head. If `group` is above 1, the rows of a
             published shard of `query_key_value` are all queries, then all keys, then all values.
-        head_size: The size of an attention head; 0 if unknown. It is needed only if `group` is
-            above 1, or if queries and keys have a norm for each head.
+        head_size: The size of an attention head; 0 if unknown.
     """
 
     num_layers: NonNegativeInt

@@ -203,10 +203,7 @@ class RunLog:
     def _append(self, path: Path, row: str = "") -> bool:
         """Append `row` to the file `path`, or flush the file to disk if `row` is "".
 
-        Return whether all rows are written.
-
-        Rows that an earlier call could not write are written before `row`. If the write fails, the
-        file stays as it was, the next call tries to write the same rows, and training continues.
+        Return whether the write succeeded. If not, the next call writes the same rows first.
         """
         rows = [*self._unwritten, row] if row else self._unwritten
         try:

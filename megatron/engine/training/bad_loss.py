@@ -42,8 +42,7 @@ class LossGuard(Hook):
     """Checks the loss and the gradient of each step, and can skip the update of a bad step.
 
     A step is bad if its loss or gradient is not finite, or if its loss is too far above the average
-    loss of the good steps. A checkpoint records this average as the state of this object. After
-    a checkpoint without such an average, a new average starts with the next step.
+    loss of the good steps. Checkpoints record this average.
 
     Args:
         training: The config section with `on_bad_loss` and `loss_spike_threshold`. Updates are only
@@ -158,9 +157,7 @@ class LossGuard(Hook):
 def explained_overflow(engine: deepspeed.DeepSpeedEngine, step: int) -> Iterator[None]:
     """Raise an error if fp16 gradients overflow although the loss scale is at its minimum.
 
-    The `with` block takes one training step. After an overflow, DeepSpeed skips the step and lowers
-    the loss scale. If the loss scale is at its minimum, DeepSpeed under ZeRO raises an unclear
-    error. Without ZeRO, DeepSpeed raises no error and skips every later step.
+    The `with` block takes one training step.
 
     Args:
         step: The number of the step, for the error message.
@@ -172,7 +169,7 @@ def explained_overflow(engine: deepspeed.DeepSpeedEngine, step: int) -> Iterator
     scaling = getattr(optimizer, "loss_scale_config", None)  # exists only without ZeRO
     least = scaling and scaling.dynamic_loss_scale and scaling.cur_scale == scaling.min_loss_scale
     try:
-        yield
+        yield  # at the minimum, DeepSpeed raises an unclear error under ZeRO, and none without it
     except Exception as error:
         if _SCALE_EXHAUSTED not in str(error):
             raise

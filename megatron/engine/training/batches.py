@@ -36,13 +36,11 @@ class Counting:
     def divisor(self, arrays: Sequence[np.ndarray], groups: Groups) -> torch.Tensor:
         """Return the number of targets that count, averaged over the micro-batches of all ranks.
 
-        The engine averages the losses of the micro-batches. If the loss of each micro-batch is the
-        sum of its targets' losses divided by this number, the engine's average is the mean over all
-        targets that count in the step.
-
         Args:
             arrays: This rank's micro-batches of one step.
         """
+        # The engine averages over micro-batches. If each loss is a sum divided by this number, the
+        # average is the mean over all targets that count in the step.
         pairs = (self.pair(torch.from_numpy(array)) for array in arrays)
         counted = sum(int((targets != UNCOUNTED).sum()) for _, targets in pairs)
         total = groups.sum_over_data(torch.full((), counted, device=groups.device).double())
@@ -57,10 +55,8 @@ def next_batches(
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]]:
     """Yield (inputs [B, T], targets [B, T], divisor) of each of the next `count` micro-batches.
 
-    The divisor is an argument of `mean_loss`. If `counting.per_token` is true, the divisor depends
-    on all these micro-batches, so all of them are read before the first is yielded. Otherwise the
-    divisor is None, and each micro-batch is read only when it is needed. A GPU can still work on
-    the previous micro-batch meanwhile.
+    The divisor is an argument of `mean_loss`. If `counting.per_token` is true, all `count`
+    micro-batches are read before the first is yielded. Otherwise, the divisor is None.
 
     Args:
         batches: This rank's micro-batches of B sequences with T targets each, int64 [B, T + 1].
@@ -77,10 +73,9 @@ def next_batches(
 def on_device(array: np.ndarray, device: torch.device) -> torch.Tensor:
     """Return the array as a tensor on `device`. On a CPU, the array and the tensor share memory.
 
-    The array is first copied to page-locked memory. From there, the copy to a GPU is only queued,
-    and this process continues at once. A copy from other memory might wait for all queued work.
+    A copy to a GPU is queued, and this function does not wait for the end of the copy.
     """
     tensor = torch.from_numpy(array)
     if device.type == "cuda":
-        tensor = tensor.pin_memory()
+        tensor = tensor.pin_memory()  # a copy from other memory might wait for all queued work
     return tensor.to(device, non_blocking=True)

@@ -19,15 +19,13 @@ from megatron.config.choices import MODES_WITH_CUDA_GRAPHS
 def compile_model(model: nn.Module, mode: str) -> None:
     """Compile `model` with `torch.compile`, once for each shape of its inputs.
 
-    If the mode uses CUDA graphs, each gradient is copied as soon as it is computed. Without the
-    copy, the gradient would stay in the graph's own memory, and the next micro-batch would
-    overwrite it while it is still in use (pytorch issues 96693 and 169545).
-
     Args:
         mode: The mode of `torch.compile`.
     """
     model.compile(dynamic=False, mode=mode)
     if mode in MODES_WITH_CUDA_GRAPHS:
+        # Each gradient is copied out of the graph's memory, which the next micro-batch overwrites
+        # (pytorch issues 96693 and 169545).
         for parameter in model.parameters():
             if parameter.requires_grad:
                 parameter.register_hook(torch.clone)

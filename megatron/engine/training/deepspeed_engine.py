@@ -53,9 +53,7 @@ def optimizer_of(config: Config) -> tuple[str, str]:
 def layout_of(config: Config, groups: Groups) -> dict[str, Any]:
     """Return the settings that determine the format of a checkpoint's files, as JSON values.
 
-    Only a run with the same settings can load a checkpoint's files without converting them. One
-    setting is `sub_group_size`, the number of elements in one group of ZeRO-3's state. It is None
-    for other ZeRO stages, and if DeepSpeed's default size is used.
+    Only a run with the same settings can load a checkpoint's files without converting them.
     """
     parallel, frozen = config.parallel, config.optimizer.theta_frozen
     size = parallel.zero.get("sub_group_size", 10**9)
@@ -77,8 +75,6 @@ def layout_of(config: Config, groups: Groups) -> dict[str, Any]:
 def engine_config(config: Config, replicas: int) -> dict[str, Any]:
     """Return DeepSpeed's configuration as a dictionary.
 
-    `gradient_clipping` is always set, because parts of DeepSpeed clip at 1.0 by default.
-
     Args:
         replicas: The number of replicas of the model. The replicas read different sequences or,
             with context parallelism, different tokens of the same sequences.
@@ -90,6 +86,7 @@ def engine_config(config: Config, replicas: int) -> dict[str, Any]:
         "train_micro_batch_size_per_gpu": micro,
         "gradient_accumulation_steps": accumulation,
         "train_batch_size": micro * accumulation * replicas,
+        # Parts of DeepSpeed clip at 1.0 if this entry is missing.
         "gradient_clipping": config.optimizer.gradient_clipping,
         "zero_optimization": keys["zero_optimization"],
         "zero_allow_untested_optimizer": True,
@@ -120,14 +117,13 @@ def build_engine(
 ) -> deepspeed.DeepSpeedEngine:
     """Wrap model, optimizer and learning-rate scheduler in a DeepSpeed engine.
 
-    To allocate the optimizer's state, DeepSpeed takes an empty step, that is, a step with zero
-    gradients. In that step the learning rate is zero, so that no weight changes. In 16-bit training
-    without ZeRO, the empty step would also count in Adam's bias correction. Therefore, Adam's state
-    is cleared after the empty step, unless `numerics.counts_empty_step` is true.
-
     Args:
         config: DeepSpeed's configuration, from `engine_config`.
+        numerics: In 16-bit training without ZeRO, `numerics.counts_empty_step` says whether
+            DeepSpeed's first step, with zero gradients, counts in Adam's bias correction.
     """
+    # To allocate the optimizer's state, DeepSpeed takes a step with zero gradients. The learning
+    # rate is zero in that step, so that no weight changes.
     for group in optimizer.param_groups:
         group["lr"] = 0.0
     # DeepSpeed allocates the whole bucket, however small the model is.

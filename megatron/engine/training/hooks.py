@@ -80,7 +80,7 @@ class Hook:
         """Called before step `number`. If this method raises an error, the run ends."""
 
     def changed_loss(self, loss: torch.Tensor, mean: torch.Tensor) -> torch.Tensor:
-        """Return the loss whose gradient is computed in place of `loss`.
+        """Return the loss that replaces `loss` in the backward pass.
 
         The loop calls this method before the backward pass of the step's last micro-batch.
 
@@ -94,7 +94,10 @@ class Hook:
         """Called after each step."""
 
     def state(self) -> Mapping[str, Any]:
-        """Return this hook's state for a checkpoint, as JSON values under names of its own."""
+        """Return this hook's state for a checkpoint, as JSON values by names.
+
+        No two hooks may use the same name.
+        """
         return {}
 
     def load_state(self, state: Mapping[str, Any]) -> None:

@@ -61,8 +61,8 @@ class MuonWithAdamW(torch.optim.Optimizer):
         betas: AdamW's betas.
         eps: AdamW's epsilon.
         momentum: Muon's momentum.
-        ranks: The process groups of the job. ZeRO-1 concatenates the matrices that Muon trains, and
-            gives each rank of `ranks.replicas` one slice of the result.
+        ranks: The process groups of the job. Under ZeRO-1, each rank of `ranks.replicas` updates a
+            slice of the matrices.
     """
 
     def __init__(
@@ -98,7 +98,7 @@ class MuonWithAdamW(torch.optim.Optimizer):
                     self._step_muon(parameter, parameter.grad, group)
 
     def _step_muon(self, parameter: Tensor, gradient: Tensor, group: dict[str, Any]) -> None:
-        """Update a matrix or, under ZeRO, a flat slice of the group's matrices."""
+        """Update `parameter`: a matrix or, under ZeRO, a flat slice of the group's matrices."""
         state = self.state[parameter]
         if "momentum_buffer" not in state:
             state["momentum_buffer"] = torch.zeros_like(gradient)
@@ -131,8 +131,6 @@ class MuonWithAdamW(torch.optim.Optimizer):
 
 
 def _scale(shape: torch.Size, lr: float) -> float:
-    """Return -0.2 lr sqrt(max(shape)), the factor of the orthogonal matrix in a Muon update.
-
-    With this factor, the update has the size of an AdamW update.
-    """
+    """Return -0.2 lr sqrt(max(shape)), the factor of the orthogonal matrix in a Muon update."""
+    # With this factor, the update has the size of an AdamW update.
     return -0.2 * lr * math.sqrt(max(shape))

@@ -46,17 +46,16 @@ def optimizer_kind(name: str, precision: str, zero_stage: int) -> tuple[str, str
 
 
 def parameter_groups(model: nn.Module, section: OptimizerConfig) -> list[dict[str, Any]]:
-    """Divide the trained parameters into two groups: with weight decay, and without.
+    """Divide the trained parameters into groups for the optimizer.
 
-    If theta (the positional embedding's learned parameters) has its own learning rate, theta is a
-    third group. All pipeline stages must have the same number of groups, and ZeRO accepts no empty
-    group. On a stage without theta, the third group therefore holds another parameter, with the
-    usual learning rate. For Muon, the matrices of the transformer blocks are the last group.
+    The first group has weight decay, and the second has none. If theta (the positional embedding's
+    learned parameters) has its own learning rate, a third group holds theta. For Muon, the last
+    group holds the matrices of the transformer blocks.
 
     Returns:
-        The groups in this order, each {"params", "weight_decay", "name"}. The group of theta also
-        has the entry "lr_multiplier". For Muon, each group also has the entry "muon", which says
-        whether Muon trains the group.
+        The groups, each {"params", "weight_decay", "name"}. The group of theta also has the entry
+        "lr_multiplier". For Muon, each group also has the entry "muon", which says whether Muon
+        trains the group.
     """
     muon, weight_decay = section.type == "muon", section.weight_decay
     theta_lr_multiplier = section.theta_lr_multiplier
@@ -79,7 +78,7 @@ def parameter_groups(model: nn.Module, section: OptimizerConfig) -> list[dict[st
     ]
     if theta_lr_multiplier != 1.0:
         own = {"lr_multiplier": theta_lr_multiplier, "weight_decay": weight_decay * decay_theta}
-        if not theta:
+        if not theta:  # pipeline stages have equally many groups, and ZeRO accepts no empty one
             theta, own = [exempt.pop()], {"lr_multiplier": 1.0, "weight_decay": 0.0}
         groups.append({"params": theta, "name": "theta", **own})
     if muon:
@@ -125,9 +124,7 @@ HYPERPARAMETERS = ("weight_decay", "betas", "eps", "momentum", "lr_multiplier")
 def keep_hyperparameters(schedule: AnnealingLR) -> Iterator[None]:
     """Restore this run's hyperparameters (such as betas) and learning rate after the `with` block.
 
-    The caller loads a checkpoint inside the block. DeepSpeed then replaces the optimizer's
-    hyperparameters by those of the run that saved the checkpoint. Under ZeRO it also replaces the
-    learning rate that `schedule` wrote.
+    The caller loads a checkpoint inside the block. Loading replaces these values.
     """
     kept = [
         {key: group[key] for key in HYPERPARAMETERS if key in group}
@@ -148,15 +145,12 @@ def all_finite(model: nn.Module, groups: Groups) -> bool:
 
 
 def _local_elements(parameter: nn.Parameter, groups: Groups) -> torch.Tensor:
-    """Return this rank's elements of `parameter`: a slice under ZeRO-3, otherwise all of them.
-
-    Slices have the same size on all ranks, so the last slices may extend past the end of the
-    parameter. The elements past the end are left out, because DeepSpeed never writes them.
-    """
+    """Return this rank's elements of `parameter`: a slice under ZeRO-3, otherwise all of them."""
     piece = getattr(parameter, "ds_tensor", None)
     if piece is None:
         return parameter
     whole: int = parameter.ds_numel  # pyright: ignore[reportAttributeAccessIssue]
+    # Slices have one size, so the last slices may extend past the parameter's end.
     return piece[: max(0, whole - groups.replica_rank * piece.numel())]
 
 
@@ -164,8 +158,7 @@ def _local_elements(parameter: nn.Parameter, groups: Groups) -> torch.Tensor:
 def gradient_norm(model: nn.Module, tp: TensorGroup) -> torch.Tensor:
     """Return the L2 norm of the full model's gradient, computed in fp32, for training without ZeRO.
 
-    A norm computed in 16 bits would be wrong by several percent. All ranks of `tp` must call this
-    function.
+    All ranks of `tp` must call this function.
 
     Args:
         model: This rank's tensor-parallel shard of the model.
@@ -182,11 +175,10 @@ def gradient_norm(model: nn.Module, tp: TensorGroup) -> torch.Tensor:
 def mark_sharded_gradients(model: nn.Module) -> None:
     """Set `model_parallel` on the gradients of tensor-parallel shards, before a step without ZeRO.
 
-    DeepSpeed's 16-bit optimizer clips by a gradient norm summed over the tensor-parallel ranks. The
-    first rank adds all of its gradients. Every other rank adds only gradients with the attribute
-    `model_parallel`, so that replicated gradients count once. But DeepSpeed sets this attribute on
-    parameters, not on gradients. Without this function, the other ranks would add nothing.
+    Without this attribute, DeepSpeed's 16-bit optimizer computes a wrong gradient norm.
     """
+    # All tensor-parallel ranks but the first add only marked gradients to the norm. DeepSpeed
+    # itself marks parameters, not gradients.
     for param in model.parameters():
         if param.grad is not None and sharding_of(param) is not None:
             param.grad.model_parallel = True  # pyright: ignore[reportAttributeAccessIssue]

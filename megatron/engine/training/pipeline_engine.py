@@ -30,9 +30,8 @@ LossFn = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 class PipelineLosses:
     """A function of (inputs, targets) that returns the loss of each target, in nats.
 
-    Inputs, targets and losses have the shape [batch, positions]. The shape may differ between
-    calls, because each call resets DeepSpeed's buffers. Every stage of the pipeline must call the
-    function, and every stage gets the losses.
+    Inputs, targets and losses have the shape [batch, positions], which may differ between calls.
+    Every stage of the pipeline must call the function, and every stage gets the losses.
     """
 
     def __init__(self, engine: PipelineEngine, groups: Groups):

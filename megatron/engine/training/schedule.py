@@ -52,9 +52,9 @@ class Schedule:
 
     Attributes:
         start_lr: The learning rate at the end of the warm-up.
-        end_iter: The value E of `lr_decay_iters`. The decay of the style `wsd` ends at step E. The
-            decays of other styles end at step E - W, where W is `warmup_iter`.
-        warmup_iter: The number W of warm-up steps. It may be fractional (0.01 of 150 steps is 1.5).
+        end_iter: The value of `lr_decay_iters`. The decay of the style `wsd` ends at step
+            `end_iter`. Other decays end at step `end_iter - warmup_iter`.
+        warmup_iter: The number of warm-up steps, which may be fractional, such as 1.5.
         decay_style: The curve after the warm-up, one of `STYLES` (such as `cosine`).
         min_lr: The minimum learning rate after the warm-up.
         wsd_decay_ratio: The length of the decay of `wsd`, as a fraction of `end_iter`.
@@ -117,9 +117,12 @@ class AnnealingLR:
     """A scheduler that writes the learning rate of a `Schedule` into an optimizer.
 
     The DeepSpeed engine calls `step` after each optimizer step. A resumed run starts at the
-    checkpoint's step and uses the schedule of the run's own config, so that a changed config key
-    has an effect. With `use_checkpoint` (GPT-NeoX's `use_checkpoint_lr_scheduler`) the resumed run
-    uses the schedule that the checkpoint records.
+    checkpoint's step.
+
+    Args:
+        schedule: The schedule of this run's config.
+        use_checkpoint: Whether a resumed run uses the schedule that the checkpoint records, instead
+            of `schedule` (GPT-NeoX's `use_checkpoint_lr_scheduler`).
     """
 
     def __init__(

@@ -73,8 +73,8 @@ def keys_per_query(config: Config, corpora: Corpora = ()) -> float:
     """Return the mean number of keys that a query sees, over all queries and layers.
 
     Args:
-        corpora: The document lengths and the weight of each training corpus. If there is no corpus,
-            or if tokens also see documents other than their own, each sequence counts as one
+        corpora: The document lengths and the weight of each training corpus. Without
+            `reset_attention_mask` in the config, or without a corpus, each sequence counts as one
             document.
     """
     m = config.model

@@ -33,8 +33,7 @@ class StepLog(Hook):
     """Logs the mean loss since the last log line, the speed, and theta.
 
     Theta contains the learned parameters of the positional embedding. Skipped steps do not count in
-    the mean loss. At each log line, this hook checks that the loss is finite. Before each
-    checkpoint, it checks the loss and the weights.
+    the mean loss.
     """
 
     config: Config
@@ -60,6 +59,8 @@ class StepLog(Hook):
     def after_step(self, step: Step) -> None:
         """Add the step to the mean loss. After every `log_interval` steps, write a log line.
 
+        The loss is checked before each log line, and loss and weights before each checkpoint.
+
         Raises:
             BadLossError: The loss or a weight is not finite.
         """
@@ -80,10 +81,10 @@ class StepLog(Hook):
         """Return the mean loss since the last log line over all ranks, without skipped steps.
 
         Raises:
-            BadLossError: The loss is not finite. In fp16 training there is no error, because
-                DeepSpeed skips steps with a loss or gradient that is not finite.
+            BadLossError: The loss is not finite, and the training is not in fp16.
         """
         steps, mean = self._meter.steps, self._meter.mean()
+        # In fp16 training, DeepSpeed skips steps with a loss or gradient that is not finite.
         if steps and not math.isfinite(mean) and self.config.training.precision != "fp16":
             samples = step.samples(steps)
             raise BadLossError(f"the loss is {mean} at step {step.number}, {samples}; {ADVICE}")

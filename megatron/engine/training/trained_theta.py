@@ -31,11 +31,9 @@ from megatron.positional import PositionalEmbedding, bounds
 class TrainedTheta:
     """Reads and clamps theta, the positional embedding's trained parameters, during training.
 
-    The optimizer updates an fp32 copy of theta, called the master.
-
-    Every method is a collective: all ranks of the pipeline stage must call it. Only the first stage
-    holds theta, and no stage does if the embedding has no trained parameters. On a rank without
-    theta, the methods do nothing.
+    The optimizer updates an fp32 copy of theta, called the master. In a pipeline, only the first
+    stage holds theta. On a rank without theta, the methods do nothing. All ranks of the pipeline
+    stage must call each method.
 
     Attributes:
         engine: The engine that trains theta.
@@ -91,8 +89,8 @@ class TrainedTheta:
     def columns(self) -> dict[str, Tensor]:
         """Return theta of all heads, as a dict from parameter names to tensors.
 
-        The values are those after the last call of `project`. The function `named_theta` describes
-        the dict. The dict is empty on a rank without theta, and before the first call of `project`.
+        The values are those after the last call of `project`. The dict is empty on a rank without
+        theta, and before the first call of `project`.
         """
         theta_HN = self._of_all_heads(self._projected)
         return {} if theta_HN is None else named_theta(self.pos, theta_HN)
@@ -128,8 +126,7 @@ class TrainedTheta:
     def _unsharded_master(self, theta: nn.Parameter) -> Tensor:
         """Return the fp32 tensor that the optimizer updates for `theta`, in a run without ZeRO.
 
-        The result is not a copy. In fp32 training, the optimizer updates `theta` itself. In 16-bit
-        training, DeepSpeed's optimizer has a list of its fp32 tensors.
+        The result is not a copy. In fp32 training, the result is `theta` itself.
         """
         optimizer = self.engine.optimizer
         if not isinstance(optimizer, FP16_UnfusedOptimizer):
