@@ -32,14 +32,13 @@ def _not_built(*names: str) -> dict[str, str]:
 
 
 def _positional_names() -> list[str]:
-    """Return the names of the positional embeddings: their file names in `megatron/positional/`.
+    """Return the names of the positional embeddings.
 
-    Every file in this folder defines one embedding, except those named below and files whose names
-    start with an underscore. `positional.OTHERS` has the same list; the config cannot import it,
-    because that package imports torch.
+    Each embedding has the name of its file in `megatron/positional/`.
     """
     folder = Path(__file__).resolve().parents[1] / "positional"
     names = {path.stem for path in folder.glob("[!_]*.py")}
+    # The same list as `positional.OTHERS`, which is not imported because that imports torch
     return sorted(
         names
         - {"base", "combination", "fixed_value", "hidden_layer", "theta_bounds", "theta_parameter"}

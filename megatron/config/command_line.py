@@ -18,14 +18,14 @@ _KEYS = ("wandb_group", "wandb_team", "wandb_run_name")
 
 
 def config_parser(description: str | None, default: str = "") -> argparse.ArgumentParser:
-    """Return a parser for `FILE.yml ... -o K=V ...`, to which the caller adds its own options.
+    """Return a parser for config files and `-o K=V` overrides. The caller adds its own options.
 
     The parser also accepts options of GPT-NeoX's `deepy.py`, such as `--conf_dir`.
 
     Args:
         description: The command's description in its help.
-        default: A help text that says what the command reads if no file is given. If empty, at
-            least one file is required.
+        default: A help text that says what the command reads if the user names no config file. If
+            `default` is empty, the user must name a config file.
     """
     parser = argparse.ArgumentParser(description=description)
     add = parser.add_argument
@@ -76,10 +76,10 @@ def load_or_exit(arguments: argparse.Namespace, *overrides: str, joins: bool = T
 def load_for(processes: int | str, arguments: argparse.Namespace, *overrides: str) -> Config:
     """Load the config that the command line selects, and check it for a number of processes.
 
-    `load_or_exit` describes the other arguments.
-
     Args:
         processes: The number of processes, as a number or as the text of WORLD_SIZE.
+        arguments: The arguments parsed by the parser that `config_parser` returns.
+        overrides: More `key=value` overrides. They take precedence over `-o` options.
 
     Raises:
         ConfigError: The config has problems.
@@ -91,9 +91,9 @@ def load_for(processes: int | str, arguments: argparse.Namespace, *overrides: st
 
 
 def sharing_layout(processes: int | str) -> tuple[str, ...]:
-    """Return the config overrides for sharing one model among all processes, without training it.
+    """Return config overrides that split one model over all processes, for use without training.
 
-    The overrides set the degree of tensor parallelism to the number of processes.
+    The overrides set the degree of tensor parallelism to `processes`.
     """
     return (
         f"model_parallel_size={processes}",
@@ -116,7 +116,7 @@ def load_for_use_or_exit(arguments: argparse.Namespace, run: Path, *overrides: s
     has problems, print the reason and exit.
 
     Args:
-        overrides: More `key=value` overrides, as for `load_or_exit`.
+        overrides: More `key=value` overrides. They take precedence over `-o` options.
     """
     if not run.is_dir():
         entry.refuse(f"error: {run}: there is no such folder", 1)

@@ -10,7 +10,7 @@ from megatron.config.rules.relation import Found, Values
 
 
 def derive(values: Values, world_size: int) -> Iterator[Found]:
-    """Fill in the derived fields of `values` in place, and yield each problem.
+    """Fill in the derived fields of `values` in place, and yield the problems of `values`.
 
     A problem is a pair (field name, error text). For example, it is a problem if the train batch
     size is not a multiple of the data-parallel size.

@@ -63,9 +63,9 @@ def _derived(config: Config) -> list[str]:
 
 
 def _inner_width(m: ModelConfig) -> str:
-    """Return the formula by which the inner width of the MLP follows from the config, as text.
+    """Return a text that says how the inner width of the MLP is computed.
 
-    An example is "intermediate_size 768, rounded up to a multiple of 64".
+    For example, "intermediate_size 768, rounded up to a multiple of 64".
     """
     text = f"intermediate_size {m.intermediate_size}"
     text += " x 2/3 / 2" if m.activation in GATED else ""

@@ -28,18 +28,21 @@ It raises ValueError for an invalid value, with a message that tells the user wh
 
 @dataclass(frozen=True)
 class Key:
-    """An annotation of a config field that has another name in config files, or no name there.
+    """An annotation of a config field that config files do not set under the field's own name.
 
     Attributes:
-        path: The field's dotted key in GPT-NeoX's config files. None means that no config file can
-            set the field, because it is always derived.
+        path: The field's dotted key in config files, or None if no config file can set the field.
     """
 
     path: str | None
 
 
 def key_of(section: type[BaseModel], name: str) -> str | None:
-    """Return the dotted GPT-NeoX key of a section's field, or None if the field has no key."""
+    """Return the dotted key of the field `name` in config files, or None if the field has no key.
+
+    Args:
+        section: The class of the config section that declares the field.
+    """
     keys = [m.path for m in section.model_fields[name].metadata if isinstance(m, Key)]
     return keys[0] if keys else name
 
@@ -178,12 +181,12 @@ def text(value: Any) -> str:
 def texts(expected: str, write: str, *, commas: bool = False) -> Check:
     """Return a function that checks a list of non-empty texts and returns it as a tuple.
 
-    The function also accepts a single text, which counts as a list of one text.
+    A single text counts as a list of one text.
 
     Args:
-        expected: What the list is, for the error message.
+        expected: A description of the list, for the error message.
         write: An example of a valid value for the error message.
-        commas: Whether a single text is split at its commas into several texts.
+        commas: Whether to split a single text at its commas into several texts.
     """
 
     def check(value: Any) -> tuple[str, ...]:
@@ -207,7 +210,7 @@ def degree(value: Any) -> int:
 def whole_numbers(low: int) -> Check:
     """Return a function that checks a list of whole numbers that are at least `low`.
 
-    The function also accepts a single number, or text such as `128,256` (easy to type after `-o`).
+    The function also accepts a single number, or text such as `128,256`.
     """
     check_item = whole_number(low)
 

@@ -44,11 +44,7 @@ def to_flat_dict(sections: Iterable[BaseModel]) -> dict[str, Any]:
 
 
 class _Dumper(yaml.SafeDumper):
-    """A YAML dumper that adds quotes to each text that `reader.scalar` would read as another type.
-
-    For example, `reader.scalar` reads an unquoted `6e-4` as a number. PyYAML's own dumper would
-    leave the text `6e-4` unquoted.
-    """
+    """A YAML dumper that quotes each text that would be read as another type, such as '6e-4'."""
 
 
 def _quoted(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:

@@ -99,9 +99,10 @@ def _missing(given: dict[str, Given], files: Sequence[str | Path]) -> list[Probl
 
 
 def _place(problem: Problem, order: dict[str, int]) -> tuple[int, int]:
-    """Return the sort key of a problem: (index of its file or override in `order`, line).
+    """Return a sort key of `problem`: the position of its file or override, and its line.
 
-    Problems without a file or override sort last.
+    Args:
+        order: Maps each file and override to its position.
     """
     if problem.mark is None:
         return len(order) + 1, 0
@@ -115,10 +116,7 @@ def _problem(name: str, text: str, given: dict[str, Given]) -> Problem:
 
 @cache
 def _adapter(name: str) -> TypeAdapter:
-    """Return the pydantic validator of a single field.
-
-    Fields are validated one by one, so that all invalid fields are reported, not only the first.
-    """
+    """Return the pydantic validator of the config field `name`."""
     annotated: Any = Annotated[_FIELDS[name].annotation, _FIELDS[name]]
     return TypeAdapter(annotated)
 
@@ -128,7 +126,7 @@ def _validate(given: dict[str, Given]) -> tuple[dict[str, Any], list[Problem]]:
 
     Returns:
         (values, problems), where `values` maps field names to values. Invalid fields are left out.
-        Derived fields that the user did not set are None, and `derive` computes them later.
+        Derived fields that the user did not set are None.
     """
     values: dict[str, Any] = {
         name: info.get_default(call_default_factory=True)

@@ -85,7 +85,7 @@ def scalar(text: str) -> Any:
 
 
 class _Document:
-    """One YAML document. `settings` holds its content, `problems` its faults (duplicate keys, ...).
+    """A YAML document, read into `settings`. Its faults, such as duplicate keys, are in `problems`.
 
     Args:
         name: The path of the file, or the text of the override. Messages about problems begin with
@@ -249,7 +249,7 @@ def merge(base: Settings, over: Settings) -> Settings:
     """Return `base` updated with `over`. Nested mappings are merged key by key.
 
     A plain value in `over` replaces a mapping in `base`, and a mapping replaces a plain value. A
-    null in `over` replaces any value. `load_config` treats null as if the key were not given.
+    null in `over` replaces any value.
     """
     result = dict(base)
     for path, given in over.items():

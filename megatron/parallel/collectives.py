@@ -84,13 +84,13 @@ def _divide(x: Tensor, tp: TensorGroup) -> Tensor:
 def _collective(
     forward: Callable[..., Tensor], backward: Callable[..., Tensor]
 ) -> Callable[..., Tensor]:
-    """Return a function of (x, group, *dimensions) that is differentiable in x.
+    """Return a function f(x, group, *dimensions) that is differentiable in the tensor x.
 
-    In a group of one rank, the returned function returns x itself.
+    In a group of one rank, f returns x itself.
 
     Args:
-        forward: Computes the result from (x, group, *dimensions).
-        backward: Computes the gradient of x from (gradient of the result, group, *dimensions).
+        forward: Computes f(x, group, *dimensions).
+        backward: Computes the gradient of x from (gradient of f, group, *dimensions).
     """
 
     class Collective(Function):
@@ -135,20 +135,20 @@ _all_to_all = _collective(_exchange, _exchange_back)
 
 
 def all_to_all(x: Tensor, tp: TensorGroup, *, split: int, join: int) -> Tensor:
-    """Convert slices along dimension `join` into slices along dimension `split`.
+    """Gather dimension `join` over the ranks of `tp`, and slice dimension `split` instead.
 
-    Before the call, each rank holds one slice along `join`. After the call, `join` is complete on
-    every rank, and each rank holds one slice along `split` (as in Ulysses, arXiv 2309.14509).
+    Before the call, each rank holds one slice along `join`. After the call, each rank holds all of
+    `join` and one slice along `split` (as in Ulysses, arXiv 2309.14509).
     """
     return _all_to_all(x, tp, split, join)
 
 
 def enter_sharded(x_BTD: Tensor, tp: TensorGroup) -> Tensor:
-    """Return the hidden states of all positions, which are the input of a column-parallel layer.
+    """Return the hidden states of all positions, as the input of a column-parallel layer.
 
     Under sequence parallelism, `x_BTD` holds only this rank's positions, and the positions of all
-    ranks are gathered. Otherwise the result is `x_BTD` itself. The backward pass sums the gradients
-    of all ranks.
+    ranks are gathered. Otherwise `x_BTD` is returned unchanged. The backward pass sums the
+    gradients of all ranks.
     """
     return all_gather(x_BTD, tp, 1) if tp.splits_sequence else copy_to(x_BTD, tp)
 
@@ -165,8 +165,7 @@ def leave_sharded(x_BTD: Tensor, tp: TensorGroup) -> Tensor:
 def add_partial(x: Tensor, *partial: Tensor, tp: TensorGroup) -> Tensor:
     """Return `x` plus the sum of the tensors `partial` over all ranks of `tp`.
 
-    Each rank first adds up its own tensors `partial`, so that only one tensor is reduced over the
-    ranks. Under sequence parallelism, `x` and the result hold only this rank's positions.
+    Under sequence parallelism, `x` and the returned tensor hold only this rank's positions.
     """
     first, *others = partial
     for each in others:

@@ -24,15 +24,13 @@ import torch.distributed as dist
 
 @dataclass(frozen=True)
 class TensorGroup:
-    """A group of ranks among which layers are sharded (Megatron's tensor parallelism).
-
-    The same class also describes the context group, whose ranks hold different positions.
+    """A group of ranks for Megatron's tensor parallelism, or for context parallelism.
 
     Attributes:
         group: The torch process group, or None for a group of one rank.
         rank, size: This rank's position in the group, and the number of ranks in the group.
-        sequence_parallel: Whether the ranks split each sequence outside the sharded layers, so that
-            each rank holds different positions there (Megatron's sequence parallelism).
+        sequence_parallel: Whether each rank holds different positions outside the sharded layers
+            (Megatron's sequence parallelism).
     """
 
     group: dist.ProcessGroup | None = None
@@ -76,9 +74,7 @@ class Groups:
         context: The context-parallel group, which splits the sequence (Ulysses).
         pipe: The group of this rank's pipeline, or None if there is only one stage.
         pipe_rank, pipe_size: This rank's stage, and the number of stages.
-        job: The group of all ranks of the job. None stands for torch's default group. A background
-            thread needs a second group of all ranks. In the default group, its collectives would
-            mix with those of training.
+        job: The group of all ranks of the job. None stands for torch's default group.
     """
 
     rank: int
@@ -91,6 +87,7 @@ class Groups:
     model: TensorGroup = ALONE
     context: TensorGroup = ALONE
     pipe: dist.ProcessGroup | None = None
+    # A background thread needs a group of its own. Else its collectives mix with those of training.
     job: dist.ProcessGroup | None = None
     pipe_rank: int = 0
     pipe_size: int = 1

@@ -34,11 +34,11 @@ from megatron.parallel.sharding import Sharding, mark_sharding
 
 
 class ColumnLinear(nn.Linear):
-    """Linear layer from [..., in] to [..., out / size], this rank's slice of the outputs.
+    """Linear layer from [..., in] to [..., out / tp.size], this rank's slice of the outputs.
 
     Args:
-        blocks: The number of tensors that are stacked in the output. Each one is sharded
-            separately. A gated MLP uses 2, for value and gate.
+        blocks: The number of tensors that are stacked in the output, such as 2 for the value and
+            the gate of a gated MLP. Each of these tensors is sharded separately.
         numerics: The rules by which the product and the bias are rounded.
     """
 
@@ -57,7 +57,7 @@ class ColumnLinear(nn.Linear):
 
 
 class RowLinear(nn.Linear):
-    """Linear layer from [..., in / size], this rank's slice of the inputs, to [..., out].
+    """Linear layer from [..., in / tp.size], this rank's slice of the inputs, to [..., out].
 
     Args:
         scatter: Whether the input is the full [..., in]. If so, the layer slices the input itself.
@@ -98,8 +98,7 @@ class VocabEmbedding(nn.Embedding):
 
     `forward(ids)` returns the embedding vectors. `forward(hidden, project=True)` multiplies hidden
     states by the same matrix and returns this rank's slice of the logits. A tied output layer must
-    call this module instead of reading `weight`, because ZeRO-3 gathers a module's parameters only
-    while the module is called.
+    call this module instead of reading `weight`.
     """
 
     def __init__(self, vocab_size: int, hidden_size: int, tp: TensorGroup = ALONE):
@@ -109,7 +108,7 @@ class VocabEmbedding(nn.Embedding):
         mark_sharding(self.weight, Sharding(0), tp)
 
     def forward(self, x: Tensor, project: bool = False) -> Tensor:
-        if project:
+        if project:  # here, because ZeRO-3 gathers the weight only while this module is called
             return linear(enter_sharded(x, self.tp), self.weight)
         if self.tp.size == 1:
             return super().forward(x)

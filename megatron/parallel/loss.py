@@ -58,17 +58,14 @@ def losses_in_pieces(
 ) -> torch.Tensor:
     """Return the loss of each target in nats, [batch, positions], computed piece by piece.
 
-    A piece is a range of positions of the sequences. Under sequence parallelism, it has the same
-    number of positions from every rank's slice of the sequence.
-
     Args:
-        logits_of: A function from a piece of `x_BTD` to the piece's logits for this rank's slice of
-            the vocabulary. The function must draw no random numbers, because the backward pass
-            calls it again.
+        logits_of: A function from a range of positions of `x_BTD` to the logits for this rank's
+            slice of the vocabulary. The logits cover this range on all `ranks`. The function must
+            draw no random numbers.
+        x_BTD: The hidden states of this rank's positions.
         targets_BT: int64 ids of the full vocabulary, or `UNCOUNTED` for a target without loss.
-        vocab_size: The padded vocabulary size V.
-        ranks: The number of ranks that split each sequence. If it is above 1, `x_BTD` is this
-            rank's slice of the sequences.
+        vocab_size: The padded vocabulary size.
+        ranks: The number of ranks that split each sequence. With 1, each rank has all positions.
         z_loss: The factor of the loss term logsumexp(logits)^2.
     """
 
@@ -80,7 +77,7 @@ def losses_in_pieces(
     targets_BRT = targets_BT.unflatten(1, (ranks, -1))
     pairs = list(zip(x_BTD.split(width, 1), targets_BRT.split(width, 2), strict=True))
     if len(pairs) > 1 and torch.is_grad_enabled():
-        pieces = [
+        pieces = [  # the backward pass computes the logits of each piece again
             checkpoint(losses, *pair, use_reentrant=False, preserve_rng_state=False)
             for pair in pairs
         ]
@@ -123,8 +120,8 @@ def mean_loss(
     """Return the mean loss of all targets except `UNCOUNTED`, or 0 if all are `UNCOUNTED`.
 
     Args:
-        divisor: The number by which the sum of the losses is divided; None takes the number of
-            targets in `targets_BT` that are not `UNCOUNTED`.
+        divisor: The number by which the sum of the losses is divided. None stands for the number of
+            targets that are not `UNCOUNTED`.
     """
     counted = (targets_BT != UNCOUNTED).sum().clamp(min=1) if divisor is None else divisor
     return losses_BT.sum() / counted

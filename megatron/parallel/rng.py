@@ -22,11 +22,8 @@ from megatron.parallel.groups import TensorGroup
 
 
 def named_generator(seed: int, name: str) -> torch.Generator:
-    """Return a CPU generator whose state depends only on `seed` and `name`.
-
-    Callers draw the full tensor on the CPU and then slice it. Therefore the values depend neither
-    on the device nor on tensor parallelism.
-    """
+    """Return a CPU generator whose state depends only on `seed` and `name`."""
+    # Callers draw the full tensor on the CPU and slice it, so that no value depends on the device.
     generator = torch.Generator()
     generator.manual_seed(derived_seed(seed, name))
     return generator
@@ -60,15 +57,14 @@ def set_rng_state(state: dict[str, torch.Tensor]) -> None:
 def rank_dropout(tp: TensorGroup, device: torch.device) -> Iterator[None]:
     """Make the ranks of `tp` draw different random numbers within the `with` block.
 
-    After the block, the generators of these ranks are in the same state again. For the block, each
-    rank gets a seed, computed from its rank and from a number drawn from the CPU generator. This
-    number is the same on all these ranks. Therefore a checkpoint needs only the states of the
-    global generators, and recomputing an activation draws the same numbers again. In a group of
+    After the block, the random generators of these ranks are in the same state again. In a group of
     one rank this function does nothing.
     """
     if tp.size == 1:
         yield
         return
+    # All these ranks draw the same number. Therefore a checkpoint needs only the states of the
+    # global generators, and recomputing an activation draws the same numbers again.
     seed = int(torch.randint(0, 1 << 40, ()))
     devices = [] if device.type == "cpu" else [device]
     with torch.random.fork_rng(devices, device_type="cuda"):

@@ -17,7 +17,7 @@ from megatron.parallel.groups import ALONE, TensorGroup
 
 @dataclass(frozen=True)
 class SequenceSplit:
-    """The split of sequences, first over the context group, then over the tensor-parallel group.
+    """The split of sequences over the context group `cp`, then over the tensor-parallel group `tp`.
 
     All slices have the same length, and rank r of a group holds slice r.
     """
@@ -27,29 +27,20 @@ class SequenceSplit:
 
     @property
     def tp_slices(self) -> int:
-        """The number of slices into which the tensor-parallel group splits each context slice.
-
-        A context slice is the slice of a sequence that one rank of the context group holds.
-        """
+        """The number of ranks of `tp` that split the sequence: 1 without sequence parallelism."""
         return self.tp.size if self.tp.splits_sequence else 1
 
     @property
     def slices(self) -> int:
-        """The number of slices of a sequence: the size of the context group times `tp_slices`."""
+        """The number of slices of a sequence."""
         return self.cp.size * self.tp_slices
 
     def padded(self, tokens_BT: torch.Tensor) -> torch.Tensor:
-        """Return `tokens_BT`, padded at the end with zeros to a multiple of `slices` positions.
-
-        Causal attention never reads the padding.
-        """
+        """Return `tokens_BT`, padded at the end with zeros to a multiple of `slices` positions."""
         return F.pad(tokens_BT, (0, -tokens_BT.shape[1] % self.slices))
 
     def context_slice(self, tokens_BT: torch.Tensor) -> torch.Tensor:
-        """Pad the sequences, and return the slice that belongs to this rank of the context group.
-
-        The result is the input of the token embedding.
-        """
+        """Pad the sequences, and return the slice of this rank of the context group."""
         return self.padded(tokens_BT).chunk(self.cp.size, 1)[self.cp.rank]
 
     def positions(self, length: int, device: torch.device) -> torch.Tensor:

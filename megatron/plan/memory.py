@@ -47,7 +47,7 @@ holds other temporary tensors, such as logits and the gradients of activations."
 
 
 def peak_of(config: Config, vocab_size: int, device_type: str = "cuda") -> tuple[Step, Memory]:
-    """Return what the rank that needs the most memory holds at the moment of its peak.
+    """Return the training step and the peak memory of the rank that needs the most memory.
 
     Only the first and the last pipeline stage are compared.
 
@@ -66,10 +66,10 @@ def peak_of(config: Config, vocab_size: int, device_type: str = "cuda") -> tuple
 
 
 def _moments(config: Config, step: Step, device_type: str) -> Iterator[Memory]:
-    """Yield a dict from kind of memory to bytes, for each moment at which the total may peak.
+    """Yield a dict from kind of memory to bytes, for each moment at which a rank's memory may peak.
 
     Args:
-        step: The memory of one rank in a training step, from `measured_step`.
+        step: A training step of this rank, from `measured_step`.
     """
     p, t, size = config.parallel, config.training, step.size
     stage, zero = p.zero_stage, {k: float(p.zero.get(k, v)) for k, v in DEFAULTS.items()}

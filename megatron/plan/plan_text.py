@@ -130,8 +130,8 @@ def _fitting(
 ) -> Iterator[str]:
     """Yield a line for each set of config overrides with which the run fits on the GPU.
 
-    A line has the overrides, and the memory that the run then needs. The overrides with the fastest
-    training come first. All keep the value of `train_batch_size`.
+    A line has the overrides and the memory that the run then needs. The fastest overrides come
+    first. The value of `train_batch_size` stays the same.
 
     Args:
         load: A function from overrides to the changed config.

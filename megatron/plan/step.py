@@ -62,11 +62,12 @@ class Step:
 
     Attributes:
         parameters: The number of elements of each parameter tensor of this rank.
-        matrices: The same for the matrices of the transformer blocks, which Muon would train.
-        kept: The bytes of the activations that exist when a backward pass begins. If the step has
-            several backward passes, the largest of these values.
+        matrices: The number of elements of each matrix in the transformer blocks. Muon would train
+            these matrices.
+        kept: The bytes of the activations at the start of a backward pass. If the step has several
+            backward passes, the largest of these values.
         moments: Pairs (complete, bytes), in the order of time. `complete` is the number of
-            parameter elements whose gradients are complete. `bytes` is the peak size of all tensors
+            parameter elements with a complete gradient. `bytes` is the peak size of all tensors
             since the previous pair, without weights and gradients.
         left: The bytes of activations that still exist when the optimizer takes its step.
         sent: Maps the name of a process group, such as `tensor`, to the bytes that this rank sends
@@ -89,7 +90,7 @@ class Step:
 def measured_step(config: Config, vocab_size: int, stage: int, device_type: str = "cuda") -> Step:
     """Return the memory and communication of a rank of the pipeline stage `stage`.
 
-    This rank is the first of its tensor- and context-parallel groups.
+    The rank is the first of its tensor- and context-parallel groups.
 
     Args:
         vocab_size: The size of the tokenizer's vocabulary, before padding.
@@ -156,11 +157,9 @@ def _train(
     tokens: Tensor,
     received: Any,
 ) -> None:
-    """Follow the schedule as DeepSpeed's engine does, and record the memory in `step`.
-
-    A pipeline stage has one buffer to send and receive hidden states, and makes two copies of each
-    tensor that it receives. The last stage frees old logits when new ones replace them.
-    """
+    """Follow the schedule as DeepSpeed's engine does, and record the memory in `step`."""
+    # As in DeepSpeed, a stage has one buffer to send and receive hidden states, and copies each
+    # tensor that it receives twice. The last stage frees old logits when new ones replace them.
     done, inputs, outputs, loss = 0, {}, {}, None
     exchanged = [torch.empty_like(x) for x in _floats(received)]
 
@@ -205,11 +204,8 @@ def _floats(flow: Any) -> list[Tensor]:
 
 
 def _backward(outputs: list[Tensor], gradients: Sequence[Tensor | None]) -> None:
-    """Run a backward pass for each output, as DeepSpeed does.
-
-    There are several outputs if the positional embedding's parameters (theta) are sent to the next
-    stage along with the hidden states. Each pass except the last keeps the graph. The activations
-    of a micro-batch therefore stay until its last pass has ended.
-    """
+    """Run a backward pass from each of `outputs`, with its gradient in `gradients`."""
+    # There are several outputs if theta is sent to the next stage along with the hidden states.
+    # As in DeepSpeed, each pass except the last keeps the graph, and so the activations.
     for left, output, gradient in zip(range(len(outputs))[::-1], outputs, gradients, strict=False):
         output.backward(gradient, retain_graph=left > 0)

@@ -46,10 +46,9 @@ def translate(settings: Settings) -> Translation:
 
 
 def _by_key(settings: Settings) -> dict[str, Given]:
-    """Return `settings` as a dict from dotted key, such as "fp16.enabled", to setting.
+    """Return `settings` as a dict with dotted keys, such as "fp16.enabled".
 
-    Each value inside a mapping has an entry of its own. Only a mapping whose key is in `OPAQUE`
-    (such as `theta_init`) becomes a single entry, whose value is a dict.
+    A key in `OPAQUE`, such as `theta_init`, keeps its whole mapping as one value.
     """
     by_key: dict[str, Given] = {}
     for path, given in settings.items():
@@ -67,11 +66,9 @@ def _by_key(settings: Settings) -> dict[str, Given]:
 
 
 def _sort_keys(by_key: dict[str, Given], out: Translation) -> dict[str, Given]:
-    """Handle every key that can be read by itself, and return the other known keys.
+    """Translate every key that has a meaning by itself, and return the other known keys.
 
-    The value of a key that sets a field is written into `out.given`. A refused or unknown key adds
-    a problem to `out`, and a key without effect adds a note to `out`. The returned keys have a
-    meaning only together with other keys. `zero.py` and `keys_read_together.py` read them.
+    Values, notes and problems of the translated keys are added to `out`.
     """
     values = {key: given.value for key, given in by_key.items()}
     others: dict[str, Given] = {}
@@ -98,10 +95,7 @@ def _sort_keys(by_key: dict[str, Given], out: Translation) -> dict[str, Given]:
 
 
 def _refuse_both_schedulers(by_key: dict[str, Given], out: Translation) -> None:
-    """Report a problem if both `override_lr_scheduler` and `use_checkpoint_lr_scheduler` are true.
-
-    `override_lr_scheduler` alone has no effect, but it contradicts `use_checkpoint_lr_scheduler`.
-    """
+    """Add a problem if both `override_lr_scheduler` and `use_checkpoint_lr_scheduler` are true."""
     name, other = "override_lr_scheduler", "use_checkpoint_lr_scheduler"
     if all(key in by_key and by_key[key].value is True for key in (name, other)):
         text = f"excludes {other}, but both are true; write only one of them"

@@ -88,10 +88,7 @@ def read_intervals(others: dict[str, Given], out: Translation) -> None:
 
 
 def _is_sane(value: Any) -> bool:
-    """Return whether the value is a number within ±1e18, so that arithmetic with it cannot fail.
-
-    Other values are reported when the fields are validated.
-    """
+    """Return whether the value is a number within ±1e18, so that arithmetic with it cannot fail."""
     return is_number(value) and abs(value) < 1e18
 
 
@@ -111,11 +108,10 @@ def read_width(others: dict[str, Given], out: Translation) -> None:
 
 
 def read_vocabulary(out: Translation) -> None:
-    """Change `make_vocab_size_divisible_by` so that `model_parallel_size` divides it.
+    """Make `make_vocab_size_divisible_by` a multiple of `model_parallel_size`.
 
-    The new value is the least common multiple of the two. If it differs from the old value, add a
-    note to `out`. The note asks the user to keep the new value in other parallel layouts, so that
-    the padded vocabulary size stays the same.
+    The new value is the least common multiple of both values. If the new value differs from the
+    old one, add a note to `out`.
     """
     key = "make_vocab_size_divisible_by"
     ranks, given = out.given.get("model_parallel_size"), out.given.get(key)
@@ -134,7 +130,7 @@ def read_vocabulary(out: Translation) -> None:
 def read_attention(others: dict[str, Given], out: Translation) -> None:
     """Check that `attention_config` gives every layer attention over the full sequence.
 
-    The key sets no field, because another key, `attention_backend`, selects the attention backend.
+    If not, add a problem to `out`.
     """
     given = others.get("attention_config")
     if not given:

@@ -39,10 +39,10 @@ def _members(group: str) -> set[str]:
 
 
 def unknown_name(key: str) -> str:
-    """Return the name under which to report an unknown dotted key `a.b`.
+    """Return the name under which an unknown dotted `key` is reported.
 
-    The name is `a.b` if `a` is a known key, or a mapping that contains known keys. Otherwise, the
-    name is `a`.
+    The name is all of `key` if the part before the first dot is known. Otherwise the name is only
+    that part.
     """
     top = key.partition(".")[0]
     return key if top in _TOP_LEVEL else top

@@ -23,14 +23,13 @@ _LEAVE = "leave it out"
 
 @dataclass(frozen=True)
 class Refusal:
-    """Why a key is refused, and which of its values are accepted nevertheless.
+    """Why a config key is refused, and which of its values are accepted nevertheless.
 
     Attributes:
         reason: Why the key is refused.
         instead: What the user should write instead.
         harmless: A function of (value of the key, all settings). It returns True if the value is
-            accepted because it changes nothing, such as false for a feature that does not exist
-            here.
+            accepted because it has no effect.
     """
 
     reason: str
@@ -75,7 +74,11 @@ _FALSE = _equals(False)
 
 
 def _refuse(keys: str, reason: str, instead: str = "false", harmless: _Test = _FALSE) -> None:
-    """Add `keys`, separated by spaces, to `REFUSED`. `Refusal` describes the other arguments."""
+    """Add `Refusal(reason, instead, harmless)` to `REFUSED` for each key in `keys`.
+
+    Args:
+        keys: Config keys, separated by spaces.
+    """
     REFUSED.update(dict.fromkeys(keys.split(), Refusal(reason, instead, harmless)))
 
 

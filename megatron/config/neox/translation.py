@@ -16,8 +16,8 @@ class Translation:
 
     Attributes:
         given: Maps the name of a field to its value and the place where the value is written.
-        inner: For fields whose values are mappings (such as `theta_init`), maps "FIELD.ENTRY" to
-            the place where this entry is written.
+        inner: Maps "FIELD.ENTRY" to the place where the entry ENTRY is written. The value of the
+            field FIELD is a mapping, such as `theta_init`.
         notes: Remarks for the user about accepted keys, for example that a key has no effect.
         problems: The errors in the keys and values.
     """
@@ -31,7 +31,7 @@ class Translation:
         self.problems.append(Problem(mark, key, text))
 
     def note(self, key: str, value: Any, reason: str) -> None:
-        """Add a note about a key that has no effect, unless the key's value is false or empty."""
+        """Add a note that `key` has no effect, unless `value` is false or empty."""
         if value not in (False, None) and value != [] and value != {}:
             self.notes.append(f"{key}: accepted, without effect here ({reason})")
 

@@ -36,8 +36,7 @@ SWITCH_KEYS = frozenset(f"zero_optimization.{key}" for key in (*_OPTIONS, *_NO_E
 def read_zero(others: dict[str, Given], out: Translation) -> None:
     """Read the keys inside `zero_optimization`, except `stage`.
 
-    `dialect.py` has already read `stage`. If `zero_optimization` is given without `stage`, the
-    stage is 0, as in DeepSpeed.
+    If `zero_optimization` is given without `stage`, the stage is 0, as in DeepSpeed.
     """
     group = {k.partition(".")[2]: g for k, g in others.items() if k.startswith("zero_optimization")}
     passed: dict[str, Any] = {}

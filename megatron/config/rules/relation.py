@@ -16,12 +16,11 @@ _RELATIONS: list[tuple[tuple[str, ...], bool, Relation]] = []
 def relation(*names: str, unset: bool = False) -> Callable[[Relation], Relation]:
     """Return a decorator that registers a function as a rule for the fields `names`.
 
-    The decorated function takes the values of these fields. If they do not fit together, it returns
-    (the name of the field to report, an error message), otherwise None.
+    The function takes the values of these fields. If the values do not fit together, the function
+    returns (field name, error message), otherwise None.
 
     Args:
-        unset: Whether to check the rule even if the value of a field is None. If false, the rule is
-            skipped in this case.
+        unset: Whether the rule also applies if a field is None.
     """
 
     def register(function: Relation) -> Relation:
@@ -34,8 +33,7 @@ def relation(*names: str, unset: bool = False) -> Callable[[Relation], Relation]
 def broken(values: Values) -> Iterator[Found]:
     """Yield (field name, error message) for each rule that `values` break.
 
-    A rule is skipped if one of its fields is missing in `values`. A missing field had an invalid
-    value, which is already reported.
+    A rule is skipped if `values` lack one of its fields.
     """
     for names, unset, check in _RELATIONS:
         given = [values[name] for name in names if name in values]

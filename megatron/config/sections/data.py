@@ -53,8 +53,8 @@ class DataConfig(Section):
 class EvaluationConfig(Section):
     """The settings for perplexity by sequence length, and for the tasks of lm-evaluation-harness.
 
-    After training, train.py measures the perplexity. evaluate.py measures the perplexity and scores
-    the tasks. Of these keys, only `eval_tasks` and `eval_results_prefix` exist in GPT-NeoX.
+    train.py measures the perplexity after training. evaluate.py measures the perplexity and scores
+    the tasks. Only the keys `eval_tasks` and `eval_results_prefix` exist in GPT-NeoX.
     """
 
     eval_lengths: Lengths = ()  # sequence lengths to measure; of a length task, its lengths

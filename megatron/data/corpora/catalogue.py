@@ -52,8 +52,8 @@ class Corpus:
     Attributes:
         files: The archives of the corpus.
         licence: The licence of the text.
-        pile_set: The value of `meta.pile_set_name` in those records of the Pile that belong to the
-            corpus. None if the corpus is not one of the Pile's data sets.
+        pile_set: The value of `meta.pile_set_name` in the Pile's records of this corpus. None if
+            the corpus is not one of the Pile's data sets.
         hubs: The ids of data sets on the Hugging Face hub that contain the same text.
         note: A remark for the user.
     """

@@ -150,7 +150,7 @@ def _complete(url: str, file: RemoteFile, part: Path, version: Path) -> None:
     Args:
         url: The address of the file.
         part: The file that receives the bytes. If it exists, the download continues at its end.
-        version: The file that stores the version of `part` (see `_append`).
+        version: The file that stores the version of `part`, which is an ETag or a date.
     """
     idle = 0
     while True:
@@ -173,16 +173,16 @@ def _complete(url: str, file: RemoteFile, part: Path, version: Path) -> None:
 def _append(url: str, file: RemoteFile, part: Path, version: Path) -> int | None:
     """Request the bytes that `part` still lacks, and append these bytes to `part`.
 
+    If the server now has another version of the file, download the complete file again.
+
     Args:
-        version: The file that stores the version of `part` (an ETag or a date). If the server has
-            another version now, the complete file is downloaded again.
+        version: The file that stores the version of `part`, which is an ETag or a date.
 
     Returns:
-        The length of the complete file, or None if the server does not report it.
+        The length of the complete file, or None if the server does not report the length.
 
     Raises:
-        _WrongFile: The server sends other bytes than the requested range. `part` is then removed,
-            so that the next attempt requests the complete file.
+        _WrongFile: The server sends other bytes than requested. `part` is then removed.
     """
     have = _size(part)
     known = version.read_text() if version.exists() else ""

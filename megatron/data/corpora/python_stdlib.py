@@ -58,10 +58,10 @@ _REVISION = 2  # increase it when other files are selected, so that shards are m
 def resolve_data_path(
     data_path: str | tuple[str, ...] | None, data_dir: str | os.PathLike, tokenizer: Tokenizer
 ) -> str | tuple[str, ...]:
-    """If `data_path` is "builtin:NAME", return the prefix of the token shard of the corpus NAME.
+    """Return `data_path`, or for "builtin:NAME" the prefix of the token shard of the corpus NAME.
 
     The prefix is the path of the shard without .bin or .idx. If the shard does not exist, create it
-    first. Return any other `data_path` unchanged.
+    first.
 
     Raises:
         CorpusError: `data_path` is None, or there is no built-in corpus NAME.

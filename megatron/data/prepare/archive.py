@@ -62,7 +62,7 @@ class ArchiveWriter(AbstractContextManager["ArchiveWriter"]):
         return len(self._complete_files()) >= files
 
     def rewind(self, files: int) -> None:
-        """Continue an earlier run's archive after the first `files` files. Remove the later ones.
+        """Keep the first `files` files of an earlier run, remove the others, and continue writing.
 
         Raises:
             CorpusError: Another process is writing this archive, or its folder cannot be made.
@@ -87,7 +87,7 @@ class ArchiveWriter(AbstractContextManager["ArchiveWriter"]):
                 self._added += 1
 
     def sync(self) -> int:
-        """Complete the current file, unless it is empty; return the number of complete files.
+        """Complete the current file unless it is empty. Return the number of complete files.
 
         The complete files survive a crash of the machine.
         """

@@ -25,7 +25,7 @@ T = TypeVar("T")
 
 
 class Fault(Exception):
-    """An input cannot be read further.
+    """The error that the rest of an input cannot be read.
 
     Args:
         where: The file and the record, or the archive member, that could not be read.
@@ -52,19 +52,17 @@ class Limits:
 
 @dataclass
 class Place:
-    """The current position of a reader in its input, and how much was decompressed so far.
+    """The position of a reader in its input, and the number of bytes decompressed so far.
 
     Attributes:
         name: `file`, `file:record`, `file!member` or `file!member:record`. A member is a file
-            inside an archive. Records are numbered from 1. The reader updates `name` while it
-            reads.
+            inside an archive. Records are numbered from 1.
         limits: The limits that the input must not exceed.
         size: The number of bytes of the input, or 0 if it is unknown. An input of unknown size may
             expand without limit.
-        expanded: The number of bytes that were decompressed so far. If compressed files are inside
-            a compressed archive, the bytes of the archive and of the files are both counted.
-        records: In a table or an archive of lm_dataformat, the number of rows or records that were
-            read so far.
+        expanded: The number of bytes decompressed so far. A compressed file inside a compressed
+            archive counts twice.
+        records: The number of records read so far, in a table or an archive of lm_dataformat.
     """
 
     name: str
@@ -121,7 +119,7 @@ class Chunk:
 
     Attributes:
         where: The path of the input, or of the archive member.
-        first: The line number that the first of `lines` has in the input.
+        first: The line number of the first line, counted from the start of the input.
         lines: Complete lines, one JSON record each.
         texts: A pair (place, content) for each document. Error messages name the place.
         fault: The reason why the input could not be read further, or None.
@@ -215,24 +213,21 @@ def batches(items: Iterable[T], size_of: Callable[[T], int]) -> Iterator[list[T]
 def foreign_bytes(place: Place, message: str = "is truncated or damaged") -> Iterator[None]:
     """Turn errors of the `with` block into a `Fault`, except DataErrors and MemoryErrors.
 
-    The libraries that parse archives and tables raise many more types of errors than they document.
-
     Args:
-        place: The position of the reader, which the text of the `Fault` names.
-        message: The first words of the text of the `Fault`. The text of the error follows them.
+        place: The position of the reader. The text of the `Fault` begins with `place.name`.
+        message: The next words of that text. The text of the original error follows them.
 
     Raises:
-        Fault: The block raised any exception except a DataError or a MemoryError.
-        DataError: The block raised a DataError, which is passed on.
-        CorpusError: The block raised a MemoryError. The input may be intact, so a run must not skip
-            it as it may after a `Fault`.
+        Fault: The block raised an error other than a DataError or a MemoryError.
+        DataError: The block raised this error.
+        CorpusError: The block raised a MemoryError.
     """
     try:
         yield
-    except Exception as error:
+    except Exception as error:  # the libraries raise more types than they document
         if isinstance(error, (Fault, DataError)):
             raise
-        if isinstance(error, MemoryError):
+        if isinstance(error, MemoryError):  # no `Fault`: the input may be intact
             raise CorpusError(
                 f"{place.name}: reading it needs more memory than there is ({error}); free some, "
                 "or remove this input if it is damaged"

@@ -91,13 +91,10 @@ class ZstdStream(_Readable):
 
 
 class _Counted(_Readable):
-    """A stream that counts the bytes that it returns. It reads its source in small pieces.
-
-    When a decompressor of Python's standard library reaches the end of a truncated file, its read
-    raises an error, and the data of this read is lost. Small reads (`readinto1`) lose little data.
-    """
+    """A stream that counts the bytes that it returns."""
 
     def __init__(self, stream: Any, count: Callable[[int], None]) -> None:
+        # The read at the end of a truncated file fails and loses its data, so reads are small.
         self._read = getattr(stream, "readinto1", None) or stream.readinto
         self._count = count
 
@@ -112,13 +109,13 @@ def decompressed(
 ) -> io.BufferedReader:
     """Return the decompressed content of `source` as a buffered stream.
 
-    The stream's `read(n)` returns fewer than n bytes only at the end of the stream.
+    A read from this stream returns fewer bytes than requested only at the end of the stream.
 
     Args:
-        name: The name of the file. Its suffix determines the compression. With any other suffix,
-            the stream returns the bytes of `source` unchanged.
-        count: A function that is called with the number of new bytes whenever the stream produces
-            bytes. The function may raise an error if the stream produces too many bytes.
+        name: The name of the file. Its suffix determines the compression. If the suffix is unknown,
+            the content of `source` is returned unchanged.
+        count: A function that is called with the number of bytes that each read produced. It may
+            raise an error, for example if the total is too large.
     """
     stream, suffix = cast(Any, source), Path(name.lower()).suffix
     if suffix == ".zst":
@@ -154,9 +151,6 @@ def hash_file(path: str | os.PathLike) -> str:
 
 
 def read_out(stream: io.RawIOBase | io.BufferedIOBase) -> None:
-    """Read `stream` to its end and discard the data.
-
-    Compressed files store checksums at their end, and some truncations are detected only there.
-    """
-    while stream.read(_BUFFER):
+    """Read `stream` to its end and discard the data."""
+    while stream.read(_BUFFER):  # the last read checks the checksum at the end of the file
         pass

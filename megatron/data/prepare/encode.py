@@ -57,9 +57,10 @@ class Encoded:
 
     Attributes:
         source, number, position: Copied from the `Chunk`.
-        sizes: For each of `EncodeOptions.keys`, the number of tokens in each document, int32
-            [documents].
-        tokens: For each of `EncodeOptions.keys`, the tokens of all documents, [sum of the sizes].
+        sizes: One int32 array for each of `EncodeOptions.keys`: the number of tokens in each
+            document.
+        tokens: One array for each of `EncodeOptions.keys`: the tokens of all documents, one
+            document after the other.
         counts: Maps each name in `CHUNK_COUNTS`, such as "documents", to the count for this chunk.
         faults: A printable text for each faulty record, with the record's place and the reason.
         documents: The pair (text, meta data) of each document of the first key. Empty if the
@@ -83,7 +84,7 @@ class Encoder:
     """A callable that turns the text of a `Chunk` into the tokens of an `Encoded`.
 
     Args:
-        keep: Whether the result also holds the documents themselves.
+        keep: Whether to fill `Encoded.documents` with the text and meta data of each document.
     """
 
     def __init__(self, tokenizer: Tokenizer, options: EncodeOptions, keep: bool = False) -> None:

@@ -46,10 +46,9 @@ class State:
 
     @property
     def kept(self) -> list:
-        """For each writer, the arguments with which a resumed run calls the method `rewind`.
+        """For each writer, the arguments of the writer's method `rewind` that resume the run.
 
-        The writers of the shards come first, and the writer of the archive is last. The arguments
-        say how much of each output was complete when the journal was written.
+        The writers of the shards come first, and the writer of the archive is last.
         """
         return [*self.written, [self.archive]]
 
@@ -117,10 +116,7 @@ class Journal:
             path.unlink()
 
     def explain(self, error: OSError | DataError) -> DataError:
-        """Return `error` as a DataError that also says after how many documents a rerun continues.
-
-        If `error` is an OSError that names no file, the text starts with the first shard's prefix.
-        """
+        """Return a DataError with the text of `error` and the place where a rerun continues."""
         kept = ""
         if state := self.read():
             documents = state.counts["documents"]

@@ -53,12 +53,7 @@ def read_source(
 
 
 class _TarEntry(tarfile.TarInfo):
-    """The header of a member of a tar archive. With it, `tarfile` refuses damaged archives.
-
-    A complete archive ends with an end mark, a block of zeros. Without this class, `tarfile` stops
-    silently at a damaged header, or where a truncated file ends. With this class, it raises an
-    error if the end mark is missing.
-    """
+    """A header in a tar archive. Reading a damaged or truncated archive raises an error."""
 
     @classmethod
     def fromtarfile(cls, tar: tarfile.TarFile) -> tarfile.TarInfo:
@@ -68,13 +63,14 @@ class _TarEntry(tarfile.TarInfo):
             ended = isinstance(error, tarfile.EOFHeaderError)  # pyright: ignore[reportAttributeAccessIssue]  no stub
             if ended or tar.offset == 0:  # at the first header, `tarfile` raises an error
                 raise
+            # `tarfile` itself would stop silently, as at the end of the archive.
             raise EOFError(f"the archive ends without its end mark: {error}") from None
 
 
 def _sequential(read: Callable[[io.BufferedReader, Place], Iterator[Chunk]]) -> Callable:
-    """Turn `read`, a function that reads an open stream, into a function that reads a source.
+    """Turn `read`, which reads an open stream, into a function that reads a `Source`.
 
-    The returned function opens, decompresses and hashes the source's file, and then calls `read`.
+    The new function opens, decompresses and hashes the file of the source.
     """
 
     def reader(source: Source, keys: tuple[str, ...], facts: dict, place: Place) -> Iterator[Chunk]:

@@ -108,15 +108,13 @@ def record_chunks(
 ) -> Iterator[Chunk]:
     """Yield chunks in which each row of a table is one JSON line.
 
-    Worker processes encode these chunks like those of a .jsonl file.
-
     Args:
         rows: The rows of the table, or the records of an archive.
         where: The path of the input.
         place: The place of the first row. It is updated while the rows are read.
-        halves: What happens to an unpaired surrogate, as an error handler of `str.encode`. With
-            "surrogatepass", the record will be reported as faulty. With "backslashreplace", an
-            escape of JSON stands for the surrogate.
+        halves: The error handler of `str.encode` for unpaired surrogates. With "surrogatepass", a
+            record with such a surrogate is later reported as faulty. With "backslashreplace", the
+            surrogate is written as an escape of JSON.
     """
 
     def lines() -> Iterator[bytes]:
@@ -137,10 +135,9 @@ def record_chunks(
 
 
 def _json_value(value: Any) -> Any:
-    """Return a JSON value that replaces `value`, which JSON cannot express.
+    """Return a JSON value in place of `value`, which JSON cannot express.
 
-    Bytes become text, and any other value becomes a dict. If the encoder must encode such a dict,
-    or text from bytes that are not valid UTF-8, it reports the record as faulty.
+    Bytes become text, and any other value becomes a dict.
     """
     if isinstance(value, bytes):
         return value.decode("utf-8", "surrogateescape")

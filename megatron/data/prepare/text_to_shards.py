@@ -131,9 +131,9 @@ class Preparation:
                     self.skipped_part.unlink(missing_ok=True)
 
     def _resume(self) -> None:
-        """Continue an interrupted run if its .part files contain all data that its journal records.
+        """Continue an interrupted run. If this is impossible, start again from the first chunk.
 
-        Otherwise, start the run from its first chunk.
+        An interrupted run leaves a journal and .part files.
         """
         state = self.journal.read()
         self.skipped_part.touch()
@@ -230,8 +230,7 @@ class Preparation:
     def _report_no_documents(self, faults: int) -> None:
         """Raise a CorpusError that says that the inputs contain no document with text.
 
-        If the run encodes one of several partitions, only print a warning, because the other
-        partitions may contain documents.
+        If the run encodes one of several partitions, print a warning instead.
         """
         causes = {
             "faulty records skipped": faults,

@@ -48,11 +48,11 @@ def normalized(weights: Sequence[float]) -> list[float]:
 
 
 def weights_by_documents(documents: Sequence[int], alpha: float) -> list[float]:
-    """Return the weights of corpora for `weight_by_num_documents`, normalised to the sum 1.
+    """Return the weights of corpora for the config key `weight_by_num_documents`, with the sum 1.
 
-    With n_d documents in corpus d and the exponent alpha, the weight w_d is
+    With n_d documents in corpus d, the weight of corpus d is proportional to q_d (1 - p_d), where
 
-        p_d = n_d / sum n;   q_d = p_d^alpha / sum p^alpha;   w_d = q_d (1 - p_d), normalised
+        p_d = n_d / sum_c n_c   and   q_d = p_d^alpha / sum_c p_c^alpha.
 
     Args:
         documents: The number of documents in each corpus.
@@ -70,9 +70,9 @@ def weights_by_documents(documents: Sequence[int], alpha: float) -> list[float]:
 
 
 def samples_to_index(num_samples: int, weights: Sequence[float]) -> list[int]:
-    """Return, for each corpus, the number of samples that its sample index must provide.
+    """Return the number of samples that each corpus must provide, as in GPT-NeoX.
 
-    This number is 0.5% larger than `num_samples` times the weight of the corpus, as in GPT-NeoX.
+    This number is 0.5% larger than `num_samples` times the weight of the corpus.
 
     Args:
         num_samples: The number of samples of the blend.
@@ -84,22 +84,10 @@ def samples_to_index(num_samples: int, weights: Sequence[float]) -> list[int]:
 def blend_choices(weights: np.ndarray, size: int) -> np.ndarray:
     """Return, for each sample, the corpus (0, 1, ...) from which it is taken.
 
-    Each choice depends on all earlier choices, through the count of each corpus (how often it was
-    chosen). A plain loop over the samples would be slow. Instead, the samples are cut into
-    segments, and all segments are computed in parallel:
-
-    1. Guess the counts 256 samples before the start of each segment. Choose corpora for these 256
-       samples. This corrects most wrong guesses, because the corpus that lags most behind its
-       weight is always chosen next. The result is the counts at the start of each segment.
-    2. Choose corpora for the samples of each segment.
-    3. Compare the counts at the end of each segment with those at the start of the next segment.
-       Where they differ, compute the next segment again from the correct counts. Repeat this step
-       until all counts agree.
-
-    The result equals that of the plain loop.
+    Each sample is taken from the corpus that lags most behind its weight, as in GPT-NeoX.
 
     Args:
-        weights: float64, normalised to the sum 1.
+        weights: The weight of each corpus, float64, normalised to the sum 1.
         size: The number of samples.
 
     Returns:
@@ -110,6 +98,13 @@ def blend_choices(weights: np.ndarray, size: int) -> np.ndarray:
     """
     if len(weights) > _MAX_CORPORA:
         raise DataError(f"{len(weights)} corpora to blend: at most {_MAX_CORPORA}")
+    # Each choice depends on how often each corpus was chosen before (its count). A plain loop over
+    # the samples is slow, so all segments of the samples are computed in parallel, exactly:
+    # 1. Guess the counts 256 samples before each segment, and choose corpora for these samples.
+    #    This corrects most wrong guesses.
+    # 2. Choose corpora for the samples of each segment.
+    # 3. Where the counts at the end of a segment differ from those at the start of the next,
+    #    compute the next segment again. Repeat this step until all counts agree.
     length = -(-size // _LANES)
     if length < 4 * _WARM_UP:
         counts = np.zeros((1, len(weights)))
@@ -142,8 +137,8 @@ def _lockstep(
     """Choose corpora for `length` samples in each of B segments, all segments in parallel.
 
     Args:
-        counts_BD: For each segment, how often each of D corpora was chosen before the segment's
-            first sample. Updated in place.
+        weights: The weight of each of D corpora, [D].
+        counts_BD: How often each corpus was chosen before each segment. Updated in place.
         step_B: The index of the first sample in each segment.
 
     Returns:
@@ -165,8 +160,7 @@ class BlendedDataset(Samples):
     Args:
         build: `build(d, num_samples, extend_to)` returns the data set of corpus d.
         weights: The weights of the corpora, with any sum above 0.
-        num_samples: The number of samples of the blend. It determines the length of the sample
-            index of each corpus.
+        num_samples: The number of samples of the blend.
         name: The name of the split ("train", ...), for error messages.
         extend_to: The length of the data set, if this is larger than `num_samples`. The additional
             samples do not change the first `num_samples` samples.

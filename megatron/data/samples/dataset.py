@@ -42,14 +42,13 @@ class TokenDataset(Samples):
             folders.
         cache_dir: The folder in which the sample index is stored and then memory-mapped. With None,
             the index exists only in memory.
-        extend_to: The minimum length of the data set. If the index for `num_samples` has fewer
-            samples, blocks of further samples follow it (see the module docstring). If `extend_to`
-            is None, no blocks are added.
+        extend_to: The minimum length of the data set, or None for no minimum. Samples that are
+            added for this purpose follow the samples of the index.
 
     Raises:
         ShardError: The split has no documents or no tokens, or the tokens in the shards are not
             integers.
-        ValueError: The shards do not contain all these documents.
+        ValueError: The shards do not contain all of `documents`.
     """
 
     remedy = "raise train_iters (or extend_to), or give more data"
@@ -112,7 +111,7 @@ class TokenDataset(Samples):
             out_NT[rows] = of_block_NT
 
     def _fill_from(self, out_NT: np.ndarray, index: SampleIndex, numbers_N: np.ndarray) -> None:
-        """Write the samples of `index` whose numbers are in `numbers_N` to the rows of `out_NT`."""
+        """Write sample number `numbers_N[i]` of `index` to row i of `out_NT`, for each i."""
         cut_N = index.shuffle_idx[numbers_N].astype(np.int64)
         begin_N2, end_N2 = index.sample_idx[cut_N], index.sample_idx[cut_N + 1]
         # A sample consists of one piece from each of several consecutive documents. Piece p of the

@@ -54,10 +54,9 @@ def eval_span(
 ) -> int:
     """Return a number of targets that sequences of any length in `lengths` cover exactly.
 
-    The result exceeds neither `max_tokens` nor the number of targets in the documents. It is the
-    largest common multiple of `lengths` within these two limits. If every common multiple is too
-    large, the result is the largest multiple of max(lengths) within the limits, which may be 0.
-    Sequences of shorter lengths may then leave out some of the last targets.
+    The number exceeds neither `max_tokens` nor the number of targets in the documents. It is the
+    largest common multiple of `lengths` within these limits. If there is none, it is the largest
+    multiple of max(lengths) within the limits, which may be 0.
 
     Args:
         documents: (start, end). The range includes document `start` and excludes document `end`.

@@ -46,7 +46,7 @@ class SampleIndex:
         doc_idx: [epochs * documents], the shuffled document numbers.
         sample_idx: [samples + 1, 2]. Row i says where piece i starts: the place of its first
             document in doc_idx, and the offset of its first token in this document.
-        shuffle_idx: [samples], the number of the piece that is sample i.
+        shuffle_idx: [samples]. Sample i is piece number shuffle_idx[i].
     """
 
     doc_idx: np.ndarray
@@ -109,15 +109,13 @@ def build_sample_index(arguments: IndexArguments) -> SampleIndex:
 
 
 def sample_idx_dtype(num_built: int, num_places: int) -> type:
-    """Return the dtype of the array `SampleIndex.sample_idx`: int32 if possible, otherwise int64.
-
-    int32 is possible if it can represent the number of entries of the array (GPT-NeoX's rule) and
-    every place in `doc_idx`.
+    """Return the dtype of `SampleIndex.sample_idx`: int32 if it is wide enough, otherwise int64.
 
     Args:
         num_built: The number of samples in the index.
         num_places: The length of `doc_idx`.
     """
+    # GPT-NeoX's rule is that int32 can represent the number of entries of the array.
     limit = np.iinfo(np.int32).max
     return np.int32 if 2 * (num_built + 1) < limit and num_places <= limit else np.int64
 
@@ -127,15 +125,9 @@ def cut_samples(
 ) -> np.ndarray:
     """Cut the concatenated documents at every `seq_length`-th token, and return where the cuts are.
 
-    Token t belongs to the first document that ends after t. Therefore, the place of token t in
-    `doc_idx` is the number of documents that end at or before t. Documents are handled in chunks,
-    so the extra memory is constant. If a chunk has few cuts, each cut's place is found by binary
-    search. If a chunk has many cuts, `bincount` counts the documents that end between each cut and
-    the one before. The sum of these counts up to a cut is its place.
-
     Args:
         sizes: The number of tokens in each document of the shards.
-        doc_idx: The shuffled document numbers.
+        doc_idx: The numbers of the documents, in the order of their concatenation.
         total_tokens: The number of tokens in the concatenated documents.
 
     Returns:
@@ -153,6 +145,8 @@ def cut_samples(
         first_token = done * seq_length - row_start  # token of the first cut in the chunk
         cut_tokens_K = np.arange(first_token, chunk_tokens, seq_length)
         count = len(cut_tokens_K)
+        # The place of a token is the number of documents that end at or before it. Few places are
+        # found by binary search, many by counting the documents that end between two cuts.
         if count * 8 < len(ends_C):
             place_K = np.searchsorted(ends_C, cut_tokens_K, side="right")
         else:

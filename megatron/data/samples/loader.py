@@ -31,9 +31,8 @@ class TrainLoader:
     Args:
         global_batch: The number of samples in a global batch.
         micro_batch: The number of samples in a micro-batch of one rank.
-        vocab_size: The tokenizer's vocabulary size. Every token id must be smaller than this. On a
-            GPU, any other id would cause a device assert that does not name the cause. If
-            `vocab_size` is None, token ids are not checked.
+        vocab_size: The tokenizer's vocabulary size. Every token id must be smaller than
+            `vocab_size`. None means that token ids are not checked.
 
     Attributes:
         micro_steps: The number of micro-steps (gradient accumulation steps) in a global batch.
@@ -42,8 +41,7 @@ class TrainLoader:
     Raises:
         ValueError: From the constructor, if the batch sizes, ranks or `consumed_samples` do not fit
             together.
-        DataExhausted: From `next`, if too few samples are left. (StopIteration is not raised,
-            because it would end a `for` loop silently.)
+        DataExhausted: From `next`, if too few samples are left.
         ShardError: From `next`, if a token is not smaller than `vocab_size`.
     """
 
@@ -84,13 +82,14 @@ class TrainLoader:
     def __next__(self) -> np.ndarray:
         step = self.step_samples
         if self.consumed_samples + step > len(self.dataset):
-            raise DataExhausted(
+            raise DataExhausted(  # not StopIteration, which would end a `for` loop silently
                 f"{self.dataset.name}: {self.consumed_samples} of {len(self.dataset)} samples are "
                 f"consumed and a micro-step needs {step} more; the order was built for "
                 f"{self.dataset.num_samples}: build the data set with a larger extend_to"
             )
         first = self.consumed_samples + self.dp_rank * self.micro_batch
         batch_BT = self.dataset.batch(np.arange(first, first + self.micro_batch))
+        # On a GPU, such a token would cause a device assert that does not name the cause.
         if self.vocab_size is not None and (largest := int(batch_BT.max())) >= self.vocab_size:
             raise ShardError(
                 f"{self.dataset.where}: holds token {largest}, but the tokenizer has only "
@@ -106,10 +105,9 @@ def sample_counts(
 ) -> tuple[int, int, int]:
     """Return the numbers of samples for which GPT-NeoX builds the train, valid and test indices.
 
-    The order of the samples depends on these numbers. The training index is built for `train_iters`
-    batches. The validation index is built for one evaluation every `eval_interval` iterations and
-    one at the end. The test index is built for one evaluation. An evaluation takes `eval_iters`
-    batches.
+    The training index is built for `train_iters` batches. The validation index is built for one
+    evaluation every `eval_interval` iterations and one at the end. The test index is built for one
+    evaluation. An evaluation takes `eval_iters` batches.
     """
     evaluations = train_iters // eval_interval + 1
     return (
@@ -124,19 +122,16 @@ def published_start(
 ) -> int:
     """Return how many samples GPT-NeoX's loader skips when it resumes at `iteration`.
 
-    The result is `loader.step_samples` times a number of micro-steps. An iteration has
-    `loader.micro_steps` micro-steps. GPT-NeoX computes the number of micro-steps as follows:
+    The return value is `loader.step_samples` times the following number of micro-steps:
 
-        train   iteration * micro_steps
-        valid   (iteration * micro_steps // eval_interval) * eval_iters
+        train   iteration * loader.micro_steps
+        valid   (iteration * loader.micro_steps // eval_interval) * eval_iters
         test    0
 
-    The numbers for train and valid are taken modulo the number of complete micro-steps in the data
-    set. The formula for valid repeats a mistake of GPT-NeoX: it divides micro-steps by an interval
-    in iterations, so it is correct only for `micro_steps` = 1.
+    For train and valid, this number is taken modulo the number of complete micro-steps in the data
+    set. GPT-NeoX's formula for valid is correct only if `loader.micro_steps` is 1.
 
     Args:
-        loader: The loader whose data set, batch sizes and `micro_steps` are used.
         split: "train", "valid" or "test".
     """
     micro_steps_done = iteration * loader.micro_steps

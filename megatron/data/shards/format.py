@@ -42,7 +42,8 @@ CODES = {dtype: code for code, dtype in DTYPES.items()}
 
 
 def shard_path(prefix: str | os.PathLike, suffix: str) -> Path:
-    """Return `prefix` + `suffix`. `Path.with_suffix` would cut a prefix that contains a dot."""
+    """Return `prefix` + `suffix` as a path."""
+    # `Path.with_suffix` would cut a prefix that contains a dot.
     return Path(os.fspath(prefix) + suffix)
 
 

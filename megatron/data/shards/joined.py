@@ -51,11 +51,9 @@ def find_prefixes(data_path: DataPath) -> list[str]:
 
 
 def _check_all_partitions(pattern: str, prefixes: list[str]) -> None:
-    """Check that no partition of a preparation run is missing among the token shards.
+    """Check that `prefixes` name either all or none of the partitions of a preparation run.
 
-    Each process of `prepare_data.py --partition I/N` writes the shard of one partition. A partition
-    is missing if its process failed or is still running. Shards that are not partitions are always
-    accepted.
+    Each process of `prepare_data.py --partition I/N` writes the shard of one partition.
 
     Raises:
         ShardError: A partition is missing.

@@ -22,8 +22,8 @@ def build_manifest(tokenizer: Tokenizer, append_eod: bool, counts: dict, source:
         tokenizer: The tokenizer that made the shard.
         append_eod: Whether each document ends with the tokenizer's end-of-document token.
         counts: Maps each name in `COUNTS`, such as "documents", to a number.
-        source: The corpus or files that were encoded, and the number of skipped records. If the
-            shard is one of several partitions, the key `partition` describes that partition.
+        source: A dict that describes the encoded files. If the shard is one of several partitions,
+            the key `partition` describes that partition.
     """
     return {
         "format": 1,
@@ -91,9 +91,11 @@ def partition_of(manifest: dict | None) -> dict | None:
     """Return the manifest's entry `partition`, or None if there is no such entry.
 
     A preparation run can be divided into partitions, and each partition is written to a shard of
-    its own. The entry is a dict with four keys. `part` is the number of the partition, counted from
-    1. `of` is the number of partitions. `begin` is the first chunk of the partition and `end` the
-    last. Both are pairs [number of the input, number of the chunk in that input], or None if the
-    partition has no chunk.
+    its own. The entry is a dict with four keys:
+
+    - `part`: The number of the partition, counted from 1.
+    - `of`: The number of partitions.
+    - `begin`, `end`: The first and the last chunk of the partition, as pairs [number of the input,
+      number of the chunk in that input]. Both are None if the partition has no chunk.
     """
     return ((manifest or {}).get("source") or {}).get("partition")

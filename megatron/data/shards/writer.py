@@ -18,15 +18,14 @@ _ROWS = 1 << 16  # the number of documents handled at a time (2 MB) to complete 
 
 
 class ShardWriter(AbstractContextManager["ShardWriter"]):
-    """A writer of PREFIX.bin and PREFIX.idx. If the .idx file exists, the shard is complete.
+    """A writer of a token shard, the files PREFIX.bin and PREFIX.idx.
 
-    The writer appends tokens to PREFIX.bin.part and document sizes to PREFIX.idx.part, so its
-    memory does not grow with the number of documents. `finalize` completes both files and renames
-    first the .bin and then the .idx, so an .idx never exists without its complete .bin. Only one
-    process at a time may write the same PREFIX.
+    The writer appends to PREFIX.bin.part and PREFIX.idx.part. `finalize` completes and renames both
+    files, the .idx last. If the .idx file exists, the shard is therefore complete. Only one process
+    at a time may write the same PREFIX.
 
-    The writer is a context manager. It calls `finalize` at the end of the `with` block. If the
-    block raises an error, the writer instead removes the .part files unless `keep_parts` is True.
+    At the end of a `with` block, the writer calls `finalize`. If the block raises an error, the
+    writer instead removes the .part files unless `keep_parts` is True.
 
     A killed process leaves its .part files. To continue them, make a new writer of the same PREFIX
     and call `rewind` with the numbers that `sync` returned last. Without `rewind`, the new writer
@@ -34,8 +33,7 @@ class ShardWriter(AbstractContextManager["ShardWriter"]):
 
     Attributes:
         documents, tokens: The numbers of documents and tokens written so far.
-        manifest: The content of PREFIX.json as bytes, or None. `finalize` writes PREFIX.json before
-            the .idx file gets its final name.
+        manifest: The content of PREFIX.json as bytes, or None. `finalize` writes this file.
         keep_parts: Whether the .part files stay if the block raises an error.
 
     Raises:
@@ -167,10 +165,7 @@ class ShardWriter(AbstractContextManager["ShardWriter"]):
             self.rewind(0, 0)
 
     def _complete_idx(self) -> None:
-        """Append the arrays `pointers` and `doc_idx` to PREFIX.idx.part, then write its header.
-
-        The memory use does not grow with the number of documents.
-        """
+        """Append the arrays `pointers` and `doc_idx` to PREFIX.idx.part, then write its header."""
         n, itemsize, address = self.documents, self.dtype.itemsize, 0
         self._sizes.flush()
         for start in range(0, n, _ROWS):
@@ -195,8 +190,7 @@ class ShardWriter(AbstractContextManager["ShardWriter"]):
         """Open PREFIX.bin.part. Create its folder if the folder does not exist.
 
         Raises:
-            ShardError: The folder cannot be made, because a file has the same path as the folder
-                or as a folder above it.
+            ShardError: The path of the folder, or a part of it, is a file.
         """
         folder = self._part.parent
         if any(path.exists() and not path.is_dir() for path in (folder, *folder.parents)):
@@ -217,11 +211,8 @@ class ShardWriter(AbstractContextManager["ShardWriter"]):
                 file.close()
 
     def _owns_part(self) -> bool:
-        """Return whether the .part file is still the file that this writer opened.
-
-        Another writer may have renamed or removed the file after this writer opened it and before
-        this writer locked it.
-        """
+        """Return whether the .part file is still the file that this writer opened."""
+        # Another writer may have renamed or removed it before this writer locked it.
         try:
             return os.path.samestat(os.stat(self._part), os.fstat(self._file.fileno()))
         except FileNotFoundError:

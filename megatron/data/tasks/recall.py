@@ -13,10 +13,9 @@ from megatron.data.tasks.base import ASKED, Example, Task, option
 class Recall(Task):
     """The task of recalling values by their keys.
 
-    An example lists n pairs of a key and a value. Then each key comes again, in random order, and
-    the answer is its value. The n keys of an example are all different, so n is at most `keys`.
-    Values may occur several times. Each answer stands directly after its key, so the model has read
-    all earlier answers when it predicts the next.
+    An example lists n pairs of a key and a value. Then each key comes again, in random order,
+    followed by its value, which is the answer. The n keys are all different, so n is at most
+    `keys`. Values may occur several times.
     """
 
     name = "mqar"

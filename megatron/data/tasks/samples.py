@@ -18,15 +18,15 @@ _MEASURED = len(SPLITS)  # the stream of random numbers of `examples_at`, after 
 
 
 class TaskSamples(Samples):
-    """The samples of one split of a length task. Each sample holds one example.
+    """The samples of one split of a length task, such as copying n symbols.
 
-    A length task trains on short examples and measures the accuracy on longer ones. A token of the
-    answer is stored as its id, and any other token as ~id, which is negative.
+    Each sample holds one example. A token of the answer is stored as its id, and any other token as
+    ~id, which is negative.
 
     Args:
+        num_samples, extend_to: The larger of the two is the number of samples in the data set.
         seq_length: The number of input tokens in a sample. The longest example must fit into it.
         name: The split: "train", "valid" or "test".
-        extend_to: The number of samples in the data set, if this is more than `num_samples`.
 
     Raises:
         TaskError: The longest example does not fit into `seq_length`.

@@ -70,11 +70,11 @@ class Tokenizer(ABC):
 
     @abstractmethod
     def count_bytes(self, table: np.ndarray) -> None:
-        """Fill `table`, int64 zeros [vocab_size], with the number of UTF-8 bytes of each token.
+        """Write the number of UTF-8 bytes of each token into `table`, int64 zeros [vocab_size].
 
         Count the bytes that a token has in the middle of a text. If `decode` drops the space at the
         start of a text, also set `_bytes_left_out` to 1. The entry of the end-of-document token may
-        have any value, because it is not used.
+        have any value.
         """
 
     @abstractmethod
@@ -124,8 +124,8 @@ class Tokenizer(ABC):
         The number is 0 for the end-of-document token.
 
         Args:
-            ids: Consecutive tokens, [..., n]. The bytes of the first token are counted as if it
-                were in the middle of a document.
+            ids: Consecutive tokens, [..., n]. The first token is taken to be in the middle of a
+                document.
 
         Raises:
             TokenizerError: An id is outside the vocabulary.

@@ -145,10 +145,10 @@ def _gigatoken(reference, by_reference: Encode) -> Encode:
 
 
 class CheckedBatches:
-    """A callable that encodes texts with a fast library, and checks some results with a slow one.
+    """A callable that encodes texts with a fast library, and compares some ids with a reference.
 
     Raises:
-        TokenizerError: The two libraries give different ids for a text that both encode.
+        TokenizerError: The library and the reference give different ids for a text.
     """
 
     def __init__(self, name: str, encode: Encode, reference: Encode) -> None:
@@ -181,10 +181,10 @@ def _by_tokenizers(reference: Callable[[], Any]) -> Encode:
 
 
 def byte_of_symbol() -> dict[str, int]:
-    """Return a dict from character to byte. GPT-2's vocabulary writes each byte as one character.
+    """Return a dict from each of GPT-2's 256 symbols to the byte that the symbol stands for.
 
-    A printable byte is written as the character whose code point equals the byte. The other bytes,
-    in increasing order, are written as U+0100, U+0101, ....
+    The symbol of a printable byte is the character with the same number. The symbols of the other
+    bytes, in increasing order, are U+0100, U+0101, ....
     """
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
     others = [byte for byte in range(256) if byte not in printable]

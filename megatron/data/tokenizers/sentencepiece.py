@@ -15,9 +15,8 @@ class SPMTokenizer(Tokenizer):
     """A tokenizer read from a SentencePiece .model file.
 
     The token that ends a document is the piece `<|endoftext|>`, as in GPT-NeoX. If the model does
-    not have this piece, the token is the model's end-of-sentence piece, such as `</s>` in LLaMA's
-    model. (GPT-NeoX then silently uses the unknown token.) A .model file does not say whether
-    documents begin with a BOS token, so none is added.
+    not have this piece, the token is the model's end-of-sentence piece, such as `</s>`. The
+    tokenizer adds no BOS token.
     """
 
     name = "SPMTokenizer"
@@ -33,6 +32,7 @@ class SPMTokenizer(Tokenizer):
             self._names: list[str] = self._pieces.id_to_piece(list(range(self.vocab_size)))
             own = self._pieces.eos_id()
         named = END_OF_DOCUMENT in self._names
+        # Where there is no such piece, GPT-NeoX silently uses the unknown token.
         self.eod = self._names.index(END_OF_DOCUMENT) if named else own
         if self.eod < 0:
             raise TokenizerError(
