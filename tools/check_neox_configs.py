@@ -83,10 +83,10 @@ def check(path: Path, root: Path) -> tuple[Config | None, list[str]]:
 
 
 def shape_of(model: ModelConfig) -> dict:
-    """Return the config keys and values in which a small copy of `model` differs from the defaults.
+    """Return the config keys in which a small copy of `model` differs from the defaults, as a dict.
 
-    The copy has the hidden size, heads and sequence length that `SMALL` lists, and its other sizes
-    are scaled down, too. The keys in `SIZES`, such as `hidden_size`, are left out of the result.
+    The copy has the sizes in `SMALL`, and its other sizes are scaled down, too. The keys in `SIZES`
+    are left out.
     """
     width, heads, length = (small / getattr(model, key) for key, small in SMALL.items())
     values = model.model_dump() | {

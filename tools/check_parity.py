@@ -159,7 +159,9 @@ def cases_in(folder: Path, name: str, files: set[str], args: argparse.Namespace)
 def data_cases(folder: Path, name: str, files: set[str]) -> Iterator[Case]:
     """Yield (name, function that runs the case) for each case of the kind `data` in `folder`.
 
-    `folder` is called `data`, or it is the folder `samples_*` or `iterators` in such a folder.
+    Args:
+        name: The name of the folder for the output.
+        files: The names of the files in `folder`.
     """
     from tests.parity import data_cases
 
@@ -185,9 +187,9 @@ def sharded_case(
         files: The names of the files in `folder`. A case of the kind `models` has expected.npz.
         tp: The number of tensor-parallel ranks.
         device: The device for a case of the kind `models`, `cpu` or `cuda`.
-        options: `backend`, the name of the attention backend, and `again`, a flag. If `again` is
-            true, this case was already checked with another backend, and results that do not depend
-            on the backend are left out.
+        options: `backend` is the name of the attention backend. `again` says whether another
+            backend was already checked. If so, results that do not depend on the backend are left
+            out.
     """
     if "expected.npz" in files:
         from tests.parity.model_cases import check_model

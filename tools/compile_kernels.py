@@ -113,11 +113,12 @@ def variants(sample: bool) -> Iterator[Variant]:
 
 @lru_cache
 def kernel_of(name: str) -> tuple[PositionalEmbedding, DeviceFunctions, list[str]]:
-    """Return (distance kernel, its device functions, tensor names).
+    """Return the distance kernel in `name`, its device functions, and a list of tensor names.
+
+    The list names the inputs that the other terms in `name` need.
 
     Args:
-        name: A distance kernel, alone or with other terms, as in `kerple_log + forget_gate`. The
-            third result lists the names of the tensors that these other terms need.
+        name: A distance kernel, alone or with other terms, as in `kerple_log + forget_gate`.
     """
     names = name.split(" + ")
     whole = load(" + ".join(x for x in names if x != "documents") or "none")

@@ -96,8 +96,8 @@ def evaluate_task(
 ) -> list[Accuracy]:
     """Measure a model at each of `eval_lengths`, print a table, and write a CSV and a plot.
 
-    Every rank must call this function. In a pipelined job, which gives no logits, nothing is
-    measured. The function then prints how to measure with `evaluate.py`, and returns [].
+    Every rank must call this function. In a pipelined job, the function only prints a hint to use
+    `evaluate.py`, and returns [].
 
     Args:
         run_dir: The folder into which the CSV and the plot are written.

@@ -104,9 +104,8 @@ class Measurement:
 
         Args:
             context: The number of tokens that the model reads before each scored token.
-            length: The length of the sequences into which the text is cut. The scored tokens are
-                taken from these sequences at equal distances.
-            targets: The approximate number of tokens to score.
+            length: The length of the sequences that contain the scored tokens, at least `context`.
+            targets: The approximate number of tokens to score, taken at equal distances.
         """
         windows = np.lib.stride_tricks.sliding_window_view(self.read(length), context + 1, axis=1)
         windows = windows.reshape(-1, context + 1)
@@ -190,12 +189,10 @@ def evaluate_lengths(
 def measurement_of(
     config: Config, groups: Groups, loss_fn: LossFn, tokenizer: Tokenizer, text: Text, tokens: int
 ) -> tuple[Measurement, int]:
-    """Return a `Measurement` on the split `eval_split`, and its number of target tokens.
-
-    This number is the same for each of `eval_lengths`.
+    """Return a `Measurement` on the split `eval_split`, and the number of targets read per length.
 
     Args:
-        tokens: The largest number of target tokens to read for each length.
+        tokens: The largest number of targets to read per length.
 
     Raises:
         DataError: The split `eval_split` is shorter than one sequence of the largest length.
@@ -223,14 +220,12 @@ def measurement_of(
 def draw_kernels(
     pos: PositionalEmbedding, trained_HN: torch.Tensor | None, config: Config, run_dir: Path
 ) -> None:
-    """Plot the distance kernel of each head h into `kernels.png` in `run_dir`.
+    """Plot the bias and weight of each head by query-key distance, as `kernels.png` in `run_dir`.
 
-    The kernel consists of the bias b_h(d) and the weight w_h(d) at query-key distance d. If layers
-    have different kernels, there is one picture for each kernel. Its file is named after the first
-    layer with this kernel.
+    If layers have different kernels, there is one file for each kernel, such as
+    `kernels_layer0.png`.
 
-    The kernel is plotted for distances up to L, the largest of `eval_lengths`. A bias that depends
-    on the query's position is plotted for a query at position L.
+    The distances go up to the largest of `eval_lengths`. The query's position is this length, too.
 
     Args:
         trained_HN: The learned parameters [heads, parameters per head]; None if there are none.

@@ -41,9 +41,8 @@ def validation(data: JobData, engine: Engine, step: int) -> dict[str, float]:
 def _by_length(data: JobData, model: Callable[..., torch.Tensor]) -> dict[str, float]:
     """Return a dict with the loss `validation/loss_at_L` for each length L of `eval_lengths`.
 
-    At each length, the model reads as many tokens as in a validation (`eval_iters` batches), and at
-    least one sequence. For a length task, the dict has exact accuracies, `validation/exact_at_L`,
-    instead of losses. In a pipelined job, the dict is empty for a length task.
+    For a length task, return the accuracies `validation/exact_at_L` instead of losses. In a
+    pipelined job, the dict is empty for a length task.
 
     Raises:
         DataError: The split `eval_split` is shorter than one sequence of the largest length.

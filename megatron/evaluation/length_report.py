@@ -37,9 +37,8 @@ def write_extrapolation(
     Args:
         rows: The result of each length, in any order.
         train_length: The sequence length in training, in tokens; the plot marks it.
-        baselines: The results with a short context, for the table, the plot and
-            `context_baseline.csv`. A model that uses its long context has a lower perplexity than
-            the baselines.
+        baselines: Maps names to results of the model with a short context. The table, the plot and
+            `context_baseline.csv` show these results.
         title: The title of the table and the plot.
 
     Raises:

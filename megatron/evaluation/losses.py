@@ -25,8 +25,8 @@ class MeasuredModel:
         config: The configuration, which says what is measured.
         groups: The job's process groups.
         loss_fn: The function that returns the loss of each target token. If it is called without
-            targets, as for a length task, it returns logits.
-        pos: The model's positional embedding. It is plotted if it depends on query-key distances.
+            targets, it returns logits.
+        pos: The model's positional embedding.
         tokenizer: The tokenizer with which the text was made.
         theta_HN: The learned parameters of `pos` [heads, parameters per head], in fp32; None if
             there are none.
@@ -53,17 +53,16 @@ def losses_of_sequences(
 ) -> np.ndarray:
     """Return the mean loss of each of n sequences in nats per token, as float64 [n].
 
-    The data-parallel ranks divide the sequences among themselves. All ranks run the same number of
-    forward passes, because ZeRO-3 gathers the weights in each pass. Every rank must call this
+    The data-parallel ranks divide the sequences among themselves. Every rank must call this
     function.
 
     Args:
         sequences: int64 [n, L + 1]. Each row is a sequence with L targets.
         batch_tokens: The approximate number of tokens in a forward pass.
         last_only: Whether to score only the last position of each sequence.
-        uncounted_after: The id of a token. Targets directly after this token are not scored. Each
-            sequence's result is then multiplied by a weight, so that the mean of the results over
-            all sequences is the mean over all scored targets. None scores all targets.
+        uncounted_after: The id of a token. Targets directly after this token are not scored. The
+            results are then scaled, so that their mean is the mean loss of all scored targets.
+            None scores all targets.
     """
 
     def score(losses_BT: torch.Tensor, inputs_BT: torch.Tensor) -> torch.Tensor:
@@ -91,20 +90,23 @@ def scores_of_sequences(
     width: int,
     tick: Callable[[int], object] = lambda tokens: None,
 ) -> np.ndarray:
-    """Return `width` numbers for each of n sequences, computed from its losses, float64 [n, width].
+    """Return the numbers that `score` computes for each of n sequences, float64 [n, width].
 
-    The data-parallel ranks divide the sequences among themselves, as in `losses_of_sequences`.
+    The data-parallel ranks divide the sequences among themselves. Every rank must call this
+    function.
 
     Args:
         sequences: int64 [n, L + 1]. Each row is a sequence with L targets.
         batch_tokens: The approximate number of tokens in a forward pass.
         score: A function that gets a batch's losses (fp64) and inputs, both [B, L], and returns
-            the numbers [B, width].
+            `width` numbers for each sequence, [B, width].
+        width: How many numbers `score` returns for each sequence.
         tick: A function that gets the number of tokens of each finished forward pass.
     """
     count, length = sequences.shape[0], sequences.shape[1] - 1
     rows = max(1, batch_tokens // length)
     batches = [slice(i, min(i + rows, count)) for i in range(0, count, rows)]
+    # ZeRO-3 gathers the weights in each forward pass, so all ranks run equally many.
     rounds = -(-len(batches) // groups.data_size)
     scores = torch.zeros(count, width, dtype=torch.float64)
     for turn in range(rounds):

@@ -54,10 +54,9 @@ class LengthResult:
 
 
 def measured_with(config: Config, step: int) -> dict[str, Any]:
-    """Return how a result was measured, as a dict of columns for the result's file.
+    """Return facts about a measurement, as a dict from column name in a CSV file to value.
 
-    The columns are the distance scale, the split, the optimizer steps of the model, and a
-    fingerprint of the code.
+    The facts are the distance scale, the split, `step`, and a fingerprint of the code.
 
     Args:
         step: The number of optimizer steps that the model was trained for.

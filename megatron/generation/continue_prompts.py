@@ -129,8 +129,8 @@ def _origin(saved: Saved, groups: Groups) -> str:
 def _encoded(texts: list[str], tokenizer: Tokenizer, model: GPT) -> list[list[int]]:
     """Return the token ids of each prompt.
 
-    If the model's tokens attend only to tokens of their own document, earlier documents in a prompt
-    have no effect. Then only the tokens after the prompt's last end-of-document token are returned.
+    If tokens attend only to their own document, all ids up to the prompt's last end-of-document
+    token are left out.
 
     Raises:
         DataError: There is no prompt, or no token of a prompt is left.

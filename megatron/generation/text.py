@@ -15,12 +15,8 @@ UNFINISHED = "\ufffd"
 class Continuation:
     """The text that follows a prompt, decoded token by token.
 
-    A token's text may depend on the tokens before it: a decoder may leave out the first space of a
-    text. Therefore, new tokens are decoded together with the tokens before them. They are decoded
-    again with each further token until their text ends with a whole character.
-
-    The end of the text is held back while it may change. It may change if it is an incomplete
-    character (a part of its UTF-8 bytes), or if it may be the beginning of a stop sequence.
+    The end of the text is held back while it is an incomplete character, or while it may be the
+    beginning of a stop sequence.
 
     Args:
         prompt: The token ids of the prompt.
@@ -40,6 +36,7 @@ class Continuation:
         emit: Callable[[str], None] = lambda text: None,
     ):
         self._tokenizer, self._stops, self._emit = tokenizer, stops, emit
+        # A token's text may depend on the tokens before it, so they are decoded together.
         self._ids = list(prompt)  # the tokens before the new ones, then the new ones
         self._old = len(self._ids)  # the number of tokens before the new ones
         self._known = tokenizer.decode(self._ids).rstrip(UNFINISHED)  # the text that was passed on

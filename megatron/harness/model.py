@@ -75,8 +75,8 @@ class RunModel(TemplateLM):
     def prefix_token_id(self) -> int:
         """The id of the token that comes before a text without context.
 
-        This is the last of the tokens that begin a document, such as BOS. If there are none, it is
-        the end-of-document token.
+        This is the token that begins a document, such as BOS. If there is none, it is the
+        end-of-document token.
         """
         return ([self.eot_token_id, *self._tokenizer.begin])[-1]
 
@@ -99,10 +99,10 @@ class RunModel(TemplateLM):
     def loglikelihood_rolling(
         self, requests: list[Instance], disable_tqdm: bool = False
     ) -> list[float]:
-        """Return the log-likelihood of each text, after the token `prefix_token_id`.
+        """Return the log-likelihood of each text. The token `prefix_token_id` comes before a text.
 
-        By the harness's rule, a text of more than `max_length` tokens is cut into windows of
-        `max_length` tokens. Only the last window overlaps the previous one.
+        A text of more than `max_length` tokens is cut into windows of `max_length` tokens. Only the
+        last window overlaps the previous one.
         """
         owners, pairs = [], []
         for number, request in enumerate(requests):
@@ -126,11 +126,13 @@ class RunModel(TemplateLM):
     def _score(
         self, pairs: Sequence[tuple[list[int], list[int]]], *, greedy: bool
     ) -> list[tuple[float, bool]]:
-        """Return (log-likelihood, is greedy) of each target after its context.
+        """Return (log-likelihood, is greedy) for each pair of token ids (context, target).
+
+        The second result says whether each token of the target is the most likely one.
 
         Args:
-            greedy: Whether to compute the second result: whether each token of the target is the
-                most likely one. If false, that result means nothing, and less memory is needed.
+            greedy: Whether to compute the second result. If false, that result means nothing, and
+                less memory is needed.
 
         Raises:
             DataError: A target is longer than `max_length`.
@@ -211,10 +213,9 @@ class RunModel(TemplateLM):
         return answers
 
     def _prompt(self, text: str) -> list[int]:
-        """Return the token ids of a text to continue.
+        """Return the token ids of `text`, or the end-of-document token if there are none.
 
-        If the model's tokens attend only to tokens of their own document, the ids of earlier
-        documents are left out. If no id is left, return the id of the end-of-document token.
+        If tokens attend only to their own document, the ids of earlier documents are left out.
         """
         ids, end = self.tok_encode(text), self.eot_token_id
         if self._model.documents is not None and end in ids:  # no token sees older documents

@@ -115,9 +115,6 @@ class _Tasks(TaskManager):
 def find_tasks(options: ScoringOptions) -> tuple[TaskManager, list[Any]]:
     """Return a task manager, and the names or paths of the tasks in `options`.
 
-    The harness's own tasks are listed only if a named task is not in `include_path`, because
-    listing them takes long.
-
     Raises:
         DataError: No task is named, a named task does not exist, or `include_path` is no folder.
     """
@@ -126,7 +123,7 @@ def find_tasks(options: ScoringOptions) -> tuple[TaskManager, list[Any]]:
         raise DataError("no task is named; give e.g. lambada_openai")
     if folder and not folder.is_dir():
         raise DataError(f"--include_path {folder}: there is no such folder")
-    for with_defaults in (False, True):
+    for with_defaults in (False, True):  # listing the harness's own tasks takes long
         manager = _Tasks(include_path=folder, include_defaults=with_defaults)
         found, missing = dict[str, None](), []
         for name in names:

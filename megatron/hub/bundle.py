@@ -45,11 +45,11 @@ def bundle(terms: Iterable[str]) -> str:
 
 
 def _add(module: str, order: list[str]) -> None:
-    """Append `module` to the list `order`, after all modules of this project that it imports.
+    """Append to `order` the modules of this project that `module` imports, and then `module`.
 
-    `megatron.positional` is left out, because the source text `_LOAD` replaces its functions.
+    The package `megatron.positional` itself is never appended.
     """
-    if module in (positional.__name__, *order):
+    if module in (positional.__name__, *order):  # `_LOAD` replaces that package's functions
         return
     for node in ast.walk(ast.parse(_text(module))):
         if isinstance(node, ast.ImportFrom) and (node.module or "").startswith(_PREFIX):

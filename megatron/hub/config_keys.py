@@ -176,10 +176,9 @@ def _windows(config: Config) -> set[int | None]:
 
 
 def hub_config(config: Config) -> tuple[HubClass, dict[str, Any]]:
-    """Return the class that computes the config's model, and the content of a config.json for it.
+    """Return the class of transformers for the config's model, and the content of its config.json.
 
-    The settings of rotary angles are written twice: under their names in transformers 5, and under
-    their names in transformers 4. Call this function only if `misfits` returns [].
+    Call this function only if `misfits` returns [].
     """
     m, windows = config.model, _windows(config)
     kind = LLAMA if windows == {None} else MISTRAL
@@ -204,6 +203,7 @@ def hub_config(config: Config) -> tuple[HubClass, dict[str, Any]]:
         "initializer_range": m.init_method_std,
         "bos_token_id": None,
         "attention_dropout": m.attention_dropout,
+        # transformers 4 and transformers 5 have different names for the rotary settings.
         "rope_scaling": scaling or None,
         "rope_parameters": {"rope_type": "default", "rope_theta": base} | scaling,
     }
@@ -225,7 +225,7 @@ def hub_config(config: Config) -> tuple[HubClass, dict[str, Any]]:
 def own_keys(config: Config) -> dict[str, Any]:
     """Return the config keys that describe the model, with their values.
 
-    `tokenizer_type` is also returned if this tokenizer needs no file.
+    The key `tokenizer_type` is included if the tokenizer needs no file.
     """
     flat = config.to_flat_dict()
     keys = {key: flat[key] for key in _MODEL_KEYS if key in flat}
@@ -251,7 +251,11 @@ def keys_of_export(found: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def fileless_tokenizer(found: Mapping[str, Any]) -> str | None:
-    """Return the `tokenizer_type` of an exported run if its tokenizer needs no file, else None."""
+    """Return the `tokenizer_type` of an export if this tokenizer needs no file, otherwise None.
+
+    Args:
+        found: The content of the export's config.json.
+    """
     given = found.get(OWN_KEYS)
     name = given.get("tokenizer_type") if isinstance(given, dict) else None
     return name if name in _FILELESS else None

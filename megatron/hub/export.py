@@ -82,11 +82,8 @@ def export(run: OpenRun, folder: Path) -> list[str]:
 
 
 def _hub_model(run: OpenRun) -> HubModel:
-    """Return the run's model as a class of transformers, or as our class if none fits.
-
-    The classes of transformers compute rotary angles in fp32. Therefore, float64 models always use
-    our class.
-    """
+    """Return the run's model for a class of transformers, or for our own class if none fits."""
+    # The classes of transformers compute rotary angles in fp32.
     if run.dtype is torch.float64 or misfits(run.config):
         return _own_class(run)
     kind, about = hub_config(run.config)
@@ -181,11 +178,10 @@ def _write(hub: HubModel, run: OpenRun, folder: Path) -> None:
 
 @torch.no_grad()
 def _compare(folder: Path, run: OpenRun, *, remote_code: bool) -> float:
-    """Return the largest difference between our logits and those of the model in `folder`.
+    """Return the largest difference between the logits of `run` and of the model in `folder`.
 
-    The exported model reads the texts twice: first as a whole, and then in two halves, where the
-    second half uses the KV cache of the first half. Both models compute in fp32, or in float64 if
-    the weights are float64.
+    The model in `folder` computes its logits with and without a KV cache. Both models compute in
+    fp32, or in float64 if the weights are float64.
 
     Raises:
         HubError: The difference is above `TOLERANCE`.

@@ -64,13 +64,13 @@ class KerpleConfig(PretrainedConfig):
 class Columns:
     """Properties of the tokens in a padded batch, which all layers need.
 
-    Column s of the batch holds the s-th token of each text, padding and cached tokens included.
+    Column s of the batch holds token s of each text. Padding and cached tokens are counted, too.
 
     Attributes:
-        cached: The number of cached columns, those before the new tokens.
+        cached: The number of cached tokens of each text. They come before the new tokens.
         positions_BT: The position of each new token.
-        padding_BTS: Whether new token t must not see the key in column s because it is padding. A
-            padding token sees its own key.
+        padding_BTS: Whether column s is padding that new token t must not see. A padding token
+            sees itself.
         starts_BS: The column in which the document of each token starts; None if tokens attend
             across documents.
         ended_BT: Whether each new token ends a document; None if tokens attend across documents.
@@ -85,7 +85,11 @@ class Columns:
 
 @dataclass(frozen=True)
 class PaddedCall(Call):
-    """A call of attention for texts that may be padded (see `Columns.padding_BTS`)."""
+    """The arguments of attention for texts that may be padded.
+
+    Attributes:
+        padding_BTS: Whether key s is padding that query t must not see.
+    """
 
     padding_BTS: Tensor = field(kw_only=True)
 

@@ -41,7 +41,7 @@ def positional_of(config: KerpleConfig) -> PositionalEmbedding:
 
 
 class Embedding(nn.Module):
-    """The token embedding and, for the positional embedding `learned`, the position table."""
+    """The token embedding, and the position table if the positional embedding is `learned`."""
 
     def __init__(self, config: KerpleConfig, pos: PositionalEmbedding):
         super().__init__()
@@ -68,8 +68,8 @@ class Embedding(nn.Module):
 class KerpleForCausalLM(PreTrainedModel, GenerationMixin):
     """A language model of this project as a class of `transformers`.
 
-    Theta holds the parameters of the positional embedding, [H, N] in fp32. It is a buffer, so
-    training in transformers does not change it.
+    The buffer `theta` [heads, parameters] holds the parameters of the positional embedding.
+    Training in transformers does not change `theta`.
     """
 
     config_class = KerpleConfig

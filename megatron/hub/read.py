@@ -29,8 +29,8 @@ _OUTPUT = ("lm_head.weight", "embed_out.weight")  # GPTNeoX has both names
 def file_in(folder: Path, name: str) -> Path:
     """Return the path of the file `name` in a folder of unknown origin. The file may be missing.
 
-    If the path is a link, it must lead to a file in the same folder. In the hub's cache, whose
-    folders are `snapshots/REVISION`, it may also lead to a file in the cache's folder `blobs`.
+    A link may lead only to a file in the same folder. In the hub's cache, it may also lead to a
+    file in the cache's folder `blobs`.
 
     Raises:
         HubError: The file is a link that leads elsewhere.

@@ -25,11 +25,10 @@ from megatron.positional import PositionalEmbedding
 
 @dataclass(frozen=True)
 class Parts:
-    """How transformers stores one of our tensors.
+    """The parts of one of our tensors: the tensors in transformers that correspond to it.
 
-    In transformers, our tensor corresponds to one or more tensors, its parts. For each head, our
-    tensor has the head's rows of part 1, then those of part 2, and so on. If there is only one
-    part, our tensor is equal to it.
+    For each head, our tensor has the head's rows of part 1, then the head's rows of part 2, and so
+    on. A single part is equal to our tensor.
 
     Attributes:
         names: The names of the parts.
@@ -64,8 +63,8 @@ class Parts:
 def layout_of(kind: HubClass | None, shape: GPTShape, pos: PositionalEmbedding) -> dict[str, Parts]:
     """Return a dict from the name of each of our weights to its `Parts` in the class `kind`.
 
-    The parameters of the positional embedding (theta) are left out. If `kind` is None, each weight
-    is one part with our name.
+    The parameters of the positional embedding are left out. If `kind` is None, each weight is one
+    part with the same name.
     """
     return {name: _parts(kind, shape, name, size) for name, size in _weights(shape, pos)}
 

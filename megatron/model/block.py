@@ -139,10 +139,9 @@ class SelfAttention(nn.Module):
 
 @contextmanager
 def limited_window(model: nn.Module, tokens: int | None) -> Iterator[None]:
-    """Hide all but the last `tokens` tokens from each query, within the `with` block.
+    """Within the `with` block, let each query see only the last `tokens` tokens, its own included.
 
-    The query's own token is one of them. Layers that already have a shorter window keep it. None
-    sets no limit.
+    A layer with a shorter window keeps this window. If `tokens` is None, nothing changes.
     """
     layers = [each for each in model.modules() if isinstance(each, SelfAttention)]
     before = [layer.window for layer in layers]

@@ -28,13 +28,13 @@ less than attention, which reads all kept columns for every new column."""
 class Kept(NamedTuple):
     """The tensors with which one layer computes attention for the newest tokens.
 
-    Columns (positions in the padded batch) are counted from the first column in the cache.
+    A column is a position in the padded batch, counted from the first column in the cache.
 
     Attributes:
-        k_BKSE, v_BKSE: The keys and values in the cache, including those of the newest tokens.
-        decay_BHS: The forget gates' decay for the same columns, or None without forget gates.
-        starts_BS: For each column, the first column of its text. For a column of padding, the first
-            column of the padding. None if no text has padding.
+        k_BKSE, v_BKSE: The keys and values of all tokens in the cache, the newest included.
+        decay_BHS: The forget gates' decay for the same tokens, or None without forget gates.
+        starts_BS: For each column, the column in which its text starts; 0 for padding. None if no
+            text has padding.
         query_offset: The column of the first of the newest tokens.
     """
 
@@ -48,9 +48,7 @@ class Kept(NamedTuple):
 class LayerCache:
     """The cached keys and values of one layer, and the decay if the layer has forget gates.
 
-    A column is one position in the padded batch. Without a window, memory is linear in the number
-    of columns. With a window, the cache has room for at most window + max(newest columns, `SPARE`)
-    columns.
+    With a window, tokens that no later query sees are dropped, so the memory is bounded.
 
     Args:
         padding_B: The number of padding tokens before each text.
@@ -65,7 +63,7 @@ class LayerCache:
 
     @property
     def columns(self) -> int:
-        """The number of columns added so far, including those that were dropped since."""
+        """The number of tokens added to each text so far, padding and dropped tokens included."""
         return self._first + self._count
 
     def positions(self, count: int) -> Tensor:

@@ -38,13 +38,13 @@ class Documents:
     def positions(
         self, starts_BS: torch.Tensor, positions_T: torch.Tensor | None = None
     ) -> torch.Tensor | None:
-        """Convert positions in the sequence to positions in each token's document, int64 [B, T].
+        """Return the position of each token in its document, int64 [B, T].
 
         Return None if `restart_positions` is false.
 
         Args:
             starts_BS: The result of `starts` for the full sequences.
-            positions_T: The positions in the sequence. None means all positions.
+            positions_T: The position of each token in the sequence. None means all positions.
         """
         if not self.restart_positions:
             return None

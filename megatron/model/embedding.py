@@ -26,8 +26,7 @@ class EmbeddingLayer(StoredTheta):
     """The first layer, which maps tokens [batch, positions] to the pair (x, theta).
 
     x [batch, positions, hidden size] are the hidden states. theta [heads, parameters] are the
-    distance kernel's parameters in at least fp32, or None if there are none. Parameters that all
-    heads share are stored once and repeated for each head.
+    distance kernel's parameters in at least fp32, or None if there are none.
 
     Inputs of `forward` beside the tokens:
         starts_BS: The position at which each token's document starts, for the whole sequences
@@ -36,8 +35,7 @@ class EmbeddingLayer(StoredTheta):
             sequence's first token.
 
     Args:
-        words: Whether this layer embeds the tokens. If False, its input is the token vectors
-            instead of the tokens (in a pipeline, where a separate layer embeds the tokens).
+        words: Whether the input is tokens. If False, the input is token vectors.
     """
 
     def __init__(self, plan: Plan, words: bool = True):

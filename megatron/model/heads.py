@@ -18,14 +18,16 @@ from torch import Tensor
 def by_key_heads(
     qkv_BTW: Tensor, group: int, size: int, norm: Callable[[Tensor], Tensor] | None = None
 ) -> Tensor:
-    """Divide the output of the projection `query_key_value` into key heads, [B, K, T, (G + 2) E].
+    """Divide the output of the projection `query_key_value` into key heads.
+
+    Return [batch, key heads, positions, (group + 2) * size].
 
     Args:
-        group: The number G of query heads that share a key head.
-        size: The head size E.
-        norm: A norm of queries and keys [B, T, H, E] with different weights for each query head, or
+        group: The number of query heads that share a key head.
+        size: The head size.
+        norm: A function that normalises queries or keys [batch, positions, query heads, size], or
             None. With a norm, each query head gets its own copy of its key head, as in gpt-neox.
-            The result then has K = H and G = 1.
+            The result is then [batch, query heads, positions, 3 * size].
     """
     qkv = qkv_BTW.unflatten(-1, (-1, group + 2, size))
     if norm is not None:
@@ -36,7 +38,10 @@ def by_key_heads(
 
 
 def divide_heads(qkv_BKTW: Tensor, size: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Return q [B, H, T, E], k and v [B, K, T, E] from the result of `by_key_heads`."""
+    """Divide the result of `by_key_heads` into queries, keys and values.
+
+    Return q [batch, query heads, positions, size], and k and v [batch, key heads, positions, size].
+    """
     group = qkv_BKTW.shape[-1] // size - 2
     q, k, v = qkv_BKTW.split([group * size, size, size], dim=-1)
     if group > 1:

@@ -4,11 +4,7 @@ from __future__ import annotations
 
 
 def padded_vocab_size(vocab_size: int, divisible_by: int) -> int:
-    """Return the smallest multiple of `divisible_by` that is at least `vocab_size`.
-
-    GPT-NeoX multiplies `divisible_by` by `model_parallel_size`, so its padded vocabulary depends on
-    the number of tensor-parallel ranks. When this project loads a config, it takes the least
-    common multiple of `divisible_by` and the number of these ranks instead. The padded vocabulary
-    is therefore usually the same for any number of ranks.
-    """
+    """Return the smallest multiple of `divisible_by` that is at least `vocab_size`."""
+    # GPT-NeoX multiplies `divisible_by` by the number of tensor-parallel ranks. Our configs use the
+    # least common multiple instead, so that the size rarely depends on the number of ranks.
     return -(-vocab_size // divisible_by) * divisible_by

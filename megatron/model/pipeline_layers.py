@@ -48,9 +48,8 @@ Flow = torch.Tensor | tuple[torch.Tensor, ...]
 def _parts(flow: Flow) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
     """Divide a layer's input into (x, theta, starts), with None for each missing tensor.
 
-    x are the hidden states or token vectors, and theta are the distance kernel's parameters.
-    `starts` is the position at which each token's document starts. It is recognised by its integer
-    dtype.
+    x are the hidden states or token vectors. theta are the distance kernel's parameters. `starts`
+    is the position at which each token's document starts.
     """
     x, *others = flow if isinstance(flow, tuple) else (flow,)
     theta = next((each for each in others if each.is_floating_point()), None)
@@ -59,7 +58,7 @@ def _parts(flow: Flow) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor 
 
 
 def _flow(*parts: torch.Tensor | None) -> Flow:
-    """Return a tuple of the tensors that are not None. A single such tensor is returned alone."""
+    """Return the tensors that are not None, as a tuple, or alone if there is only one."""
     x, *others = (part for part in parts if part is not None)
     return (x, *others) if others else x
 
@@ -102,11 +101,10 @@ class PipeWords(VocabEmbedding):
 
 
 class PipeEmbedding(EmbeddingLayer):
-    """The second pipeline layer, from token vectors to the hidden states x.
+    """The second pipeline layer, which maps token vectors to the hidden states.
 
-    x is the sum of token and position vectors, or the token vectors alone if the model adds no
-    position vectors. After x, the layer returns theta (the distance kernel's parameters) if it is
-    trained, and the starts of documents if its input has them.
+    After the hidden states, the layer returns the distance kernel's parameters if they are trained,
+    and the starts of documents if its input has them.
     """
 
     def __init__(self, plan: Plan):
@@ -121,12 +119,12 @@ class PipeEmbedding(EmbeddingLayer):
 class PipeBlock(Block):
     """A transformer block as a pipeline layer.
 
-    Its input and its output are the hidden states, alone or in a tuple with the distance kernel's
-    trained parameters, the starts of documents, or both.
+    The input is a tuple of the hidden states, the distance kernel's trained parameters, and the
+    starts of documents. Tensors that the model does not have are left out. The hidden states alone
+    are passed without a tuple. The output is the input of the next layer.
 
     Args:
-        fixed_HN: The distance kernel's parameters if none of them is trained (fixed slopes),
-            otherwise None.
+        fixed_HN: The distance kernel's parameters if none of them is trained, otherwise None.
     """
 
     def __init__(self, plan: Plan, index: int, *, fixed_HN: torch.Tensor | None):
@@ -182,11 +180,11 @@ def pipeline_layers(plan: Plan) -> list[Layer]:
 
 
 def pipeline_loss(plan: Plan) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
-    """Return the loss function with which the last pipeline stage ends.
+    """Return the loss function of the last pipeline stage.
 
-    It maps (logits [B, T, V], targets [B, T]) to the mean loss, or under `torch.no_grad` to the
-    losses [B, T]. Instead of the targets, it also takes the pair (targets, divisor). The mean loss
-    is then the sum of the losses divided by `divisor`.
+    This function maps logits [B, T, V] and targets [B, T] to the mean loss. Under `torch.no_grad`,
+    it returns the loss of each target instead, [B, T]. The second argument may also be a pair
+    (targets, divisor). The mean loss is then the sum of the losses divided by the divisor.
     """
     logits_tp = logits_group(plan)
 

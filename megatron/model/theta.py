@@ -47,12 +47,12 @@ def is_theta(name: str) -> bool:
 
 
 def initial_theta(plan: Plan) -> Tensor:
-    """Return the distance kernel's initial parameters theta for this rank's heads, in fp32.
+    """Return the distance kernel's initial parameters [heads, parameters], in fp32.
 
-    Theta [heads, parameters] is drawn for all heads of the model and then sliced. Parameters with
-    start values in `theta_init` are drawn as well and then overwritten. Therefore the draws of the
-    other parameters do not depend on `theta_init`.
+    The heads are those of this rank. Parameters named in `plan.theta_init` get the start values
+    given there. All others are drawn at random.
     """
+    # All parameters are drawn, for all heads, so no draw depends on ranks or `theta_init`.
     generator = named_generator(plan.seed, THETA)
     theta_HN = plan.pos.initial_theta(plan.shape.block.num_heads, generator)
     for column_H, parameter in zip(theta_HN.unbind(1), plan.pos.parameters, strict=True):
@@ -77,11 +77,11 @@ def columns_of(pos: PositionalEmbedding, *, trained: bool, shared: bool | None =
 
 
 def divided_theta(pos: PositionalEmbedding, theta_HN: Tensor) -> dict[str, Tensor]:
-    """Return a dict from name to tensor: theta's trained columns, divided as the model stores them.
+    """Return the trained columns of theta as the model stores them, as a dict from name to tensor.
 
-    The entry THETA holds the columns with a value for each head. If there are columns that all
-    heads share, the entry SHARED_THETA [1, columns] holds them. The dict is empty if no column is
-    trained.
+    The entry THETA holds the columns with a value for each head. The entry SHARED_THETA
+    [1, columns] holds the columns that all heads share, and is left out if there are none. The dict
+    is empty if no column is trained.
     """
     own, shared = (columns_of(pos, trained=True, shared=which) for which in (False, True))
     parts = {THETA: theta_HN[:, own]} if own or shared else {}
@@ -92,7 +92,7 @@ def trained_theta(pos: PositionalEmbedding, parts: Sequence[Tensor]) -> Tensor:
     """Return theta's trained columns [heads, columns], in the order of `pos.trained_parameters`.
 
     Args:
-        parts: The stored tensors, in the order of `divided_theta` (the model's `theta_parts`).
+        parts: The tensors that `divided_theta` returns, in the same order.
     """
     if len(parts) == 1:
         return parts[0]
@@ -102,24 +102,26 @@ def trained_theta(pos: PositionalEmbedding, parts: Sequence[Tensor]) -> Tensor:
 
 
 def _joined(parts: Sequence[Tensor], first: list[int], second: list[int]) -> Tensor:
-    """Join two parts of theta, and order the columns by their indices in theta.
+    """Join two tensors [heads, columns], and sort the columns by their indices in theta.
 
     Args:
-        first, second: The indices in theta of the columns of the first and of the second part.
+        parts: The two tensors.
+        first: The index in theta of each column of the first tensor.
+        second: The index in theta of each column of the second tensor.
     """
     order = [*first, *second]
     return torch.cat(tuple(parts), dim=1)[:, sorted(range(len(order)), key=order.__getitem__)]
 
 
 def named_theta(pos: PositionalEmbedding, theta_HN: Tensor) -> dict[str, Tensor]:
-    """Return a dict from parameter names to values, as the log of a run shows them.
+    """Return a dict from parameter name to values, as a run logs them.
 
-    A parameter has the values [heads], or [1] if all heads share it. If each layer has its own
-    parameters, layers with the same embedding are stacked: [layers, heads]. If different embeddings
-    have parameters of the same name, the name is preceded by the embedding's name and a dot.
+    The values are [heads], or [1] if all heads share the parameter. If each layer has its own
+    parameters, the values are [layers, heads]. If embeddings have parameters of the same name, the
+    embedding's name and a dot come before the parameter's name.
 
-    If there would be more than MOST_COLUMNS names, the dict instead holds "table" [heads, columns]
-    and, if heads share parameters, "shared" [columns].
+    For more than MOST_COLUMNS names, the dict instead holds "table" [heads, columns]. Columns that
+    all heads share are then in "shared" [columns].
 
     Args:
         theta_HN: The trained columns of theta [heads, columns], as `trained_theta` returns them.
@@ -144,11 +146,10 @@ def named_theta(pos: PositionalEmbedding, theta_HN: Tensor) -> dict[str, Tensor]
 class FixedTheta(nn.Module):
     """The distance kernel's parameters that are not trained, such as ALiBi's slopes.
 
-    These parameters move to the model's device, but stay fp32. A plain buffer would be rounded to
-    bf16 when DeepSpeed casts the model.
+    These parameters move to the model's device, but stay fp32.
 
     Args:
-        theta_HN: The initial theta [heads, columns], including the trained columns.
+        theta_HN: All columns of the initial theta [heads, columns], trained or not.
     """
 
     value: Tensor
@@ -161,7 +162,7 @@ class FixedTheta(nn.Module):
         self.register_buffer("value", theta_HN[:, columns].float(), persistent=False)
 
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> FixedTheta:
-        exact = self.value
+        exact = self.value  # DeepSpeed's cast of the model would round it
         super()._apply(fn, recurse)
         self.value = exact.to(self.value.device)
         return self
@@ -175,11 +176,11 @@ class FixedTheta(nn.Module):
         return value_HN if not self._bounded else within_bounds(value_HN, self._bounded)
 
 
+# Theta has no module of its own, because checkpoints name its parts as the first layer's.
 class StoredTheta(nn.Module):
     """The base class of the model's first layer. It stores theta for this rank's heads.
 
-    Theta [heads, columns] holds the distance kernel's parameters. Theta has no layer of its own,
-    because checkpoints name its parts as parameters of the first layer.
+    Theta [heads, columns] holds the distance kernel's parameters.
 
     Attributes:
         theta: The trained columns with a value for each head. None if no column is trained.
@@ -214,9 +215,9 @@ class StoredTheta(nn.Module):
         return tuple(part for part in (self.theta, self.shared_theta) if part is not None)
 
     def theta_in(self, dtype: torch.dtype) -> Tensor | None:
-        """Return theta [heads, columns] in `dtype` or in fp32, whichever is wider.
+        """Return theta [heads, columns] in `dtype`, but at least in fp32.
 
-        The result is None if the distance kernel has no parameters.
+        Return None if the distance kernel has no parameters.
         """
         wide = torch.promote_types(dtype, torch.float32)
         if self.theta is None:

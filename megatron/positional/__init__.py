@@ -49,16 +49,17 @@ def names() -> tuple[str, ...]:
 def load(name: str, *, numerics: Numerics = WIDE, **options: Any) -> PositionalEmbedding:
     """Build the embedding called `name` with these `options`.
 
-    A `name` such as `rotary + kerple_log` builds a combination. Then `options` holds a dictionary
-    for each term that has options, such as `rotary={"factor": 2.0}`. `numerics` prescribes where
-    the embedding rounds numbers.
+    A `name` such as `rotary + kerple_log` builds a combination. Then `options` maps the name of a
+    term to a dictionary of its options, such as `rotary={"factor": 2.0}`.
+
+    Args:
+        numerics: Prescribes where the embedding rounds numbers.
 
     Raises:
+        PositionalError: No file of this package has the name `name`, or the file does not define
+            exactly one embedding.
         PositionalError: Two terms of a combination have the same kind. Only the kind `distance` may
             occur more than once.
-        PositionalError: No file of this package has the name `name`. The error message suggests
-            the nearest name.
-        PositionalError: The file does not define exactly one embedding.
         PositionalError: An option is unknown or has the wrong type.
     """
     if "+" in name:

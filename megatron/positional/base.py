@@ -53,17 +53,14 @@ class PositionalError(ValueError):
 class PositionalEmbedding(FixedValue):
     """Base class of all embeddings. A subclass overrides only the methods that its kind uses.
 
-    If a subclass sets no `kind`, the method that it overrides decides: `bias` or `weight` means
-    `distance`, and so on (`KIND_OF`).
+    A subclass that sets no `kind` gets the kind of the method that it overrides (see `KIND_OF`).
 
     `bias` and `weight` are pure torch formulas. They are the specification against which every
     attention backend is tested. They never clamp theta, because the training loop clamps theta to
-    its bounds after each step. Therefore the gradient at a bound is the formula's gradient, not 0.
+    its bounds after each step.
 
     Attributes:
-        numerics: Prescribes where biases, factors, distances, angles and constants (slopes,
-            frequencies) are rounded. It must not change after construction, because embeddings are
-            used as cache keys.
+        numerics: Prescribes where biases, factors, distances, angles and constants are rounded.
     """
 
     kind: ClassVar[Kind] = "none"
@@ -89,7 +86,7 @@ class PositionalEmbedding(FixedValue):
         return (self,)
 
     def has(self, kind: Kind) -> bool:
-        """Return whether this embedding, or a term of it if it is a combination, has this kind."""
+        """Return whether this embedding, or one of its terms, has this kind."""
         return any(term.kind == kind for term in self.terms)
 
     @property
@@ -104,19 +101,17 @@ class PositionalEmbedding(FixedValue):
     def kernel_part(
         self, theta_HN: Tensor | None, *, tempered: bool = False
     ) -> tuple[PositionalEmbedding, Tensor | None]:
-        """Return the distance kernel without the other terms, and the kernel's columns of theta.
+        """Return the distance kernel without the other terms, and its columns of `theta_HN`.
 
-        If `tempered` is true, the returned embedding also contains the temperature.
+        Args:
+            tempered: Whether to keep a term of the kind `temperature`, too.
         """
         kept = self.kind == "distance" or (tempered and self.kind == "temperature")
         return (self, theta_HN) if kept or not self.parameters else (NOTHING, None)
 
     @property
     def name(self) -> str:
-        """The name of the embedding's file, which is also the value of the config key `pos_emb`.
-
-        Outside of this package, it is the name of the class.
-        """
+        """The name of the embedding's file. For a class outside of this package, the class name."""
         package, _, module = type(self).__module__.rpartition(".")
         return module if package == __name__.rpartition(".")[0] else type(self).__name__
 
@@ -153,30 +148,34 @@ class PositionalEmbedding(FixedValue):
         return tuple(parameter for parameter in self.parameters if parameter.trained)
 
     def bias(self, theta_HN: Tensor, d: Tensor) -> Tensor | None:
-        """Return the bias b_h(d) [heads, *d.shape], at least fp32, or None if b is 0 everywhere.
+        """Return the bias of each head at the query-key distances `d`, [heads, *d.shape].
 
-        Attention adds the bias to the scaled query-key products. If `reads_position` is true, this
-        method has a third argument, the positions i of the queries, and returns b_h(d, i).
+        The bias is at least fp32, or None if it is 0 everywhere. Attention adds the bias to the
+        scaled query-key products. If `reads_position` is true, this method has a third argument,
+        the positions of the queries.
         """
         return None
 
     def bias_at(self, theta_HN: Tensor, d: Tensor, i: Tensor) -> Tensor | None:
-        """Return the bias b_h(d, i), or None if it is 0 everywhere; see `bias`.
+        """Return the bias at the query-key distances `d`, or None if it is always 0 (see `bias`).
 
         Args:
             i: The position of each query in its document. `i` has as many dimensions as `d` and
-                broadcasts with `d`. Most embeddings ignore `i`.
+                broadcasts with `d`.
         """
         if not self.reads_position:
             return self.bias(theta_HN, d)
         return self.bias(theta_HN, d, i)  # pyright: ignore[reportCallIssue] see `reads_position`
 
     def weight(self, theta_HN: Tensor, d: Tensor) -> Tensor | None:
-        """Return the factor w_h(d) [heads, *d.shape], at least fp32, or None if it is always 1."""
+        """Return the factor of each head at the query-key distances `d`, [heads, *d.shape].
+
+        The factor is at least fp32, or None if it is always 1. Attention multiplies scores by it.
+        """
         return None
 
     def weight_at(self, theta_HN: Tensor, d: Tensor, i: Tensor) -> Tensor | None:
-        """Return the factor w_h(d) times the temperature t_h(i), or None if both are always 1.
+        """Return the factor `weight` times the `temperature`, or None if both are always 1.
 
         Args:
             i: The position of each query, in a shape that broadcasts with `d`.
@@ -185,12 +184,12 @@ class PositionalEmbedding(FixedValue):
         return self.temperature(theta_HN, i) if tempers else self.weight(theta_HN, d)
 
     def temperature(self, theta_HN: Tensor, position: Tensor) -> Tensor:
-        """Return the temperature t_h(i) [heads, *position.shape], at least fp32.
+        """Return the temperature of each head at each `position`, [heads, *position.shape].
 
-        Attention multiplies the scores of a query at position i in head h by t_h(i).
+        The temperature is at least fp32. Attention multiplies the scores of a query by it.
 
         Args:
-            position: The positions i, whole numbers >= 0.
+            position: The positions of queries, whole numbers >= 0.
 
         Raises:
             NotImplementedError: This embedding is not of the kind `temperature`.

@@ -24,8 +24,7 @@ class Combination(PositionalEmbedding):
         terms: The embeddings. Only the kind `distance` may occur more than once.
 
     Raises:
-        PositionalError: An embedding occurs twice, or two embeddings have the same kind, other than
-            `distance`.
+        PositionalError: An embedding occurs twice, or a kind other than `distance` occurs twice.
     """
 
     kind = "none"  # the terms have kinds
@@ -152,8 +151,6 @@ def _joined(
 def _scaled(parts: Sequence[PositionalEmbedding], scale: float) -> list[PositionalEmbedding]:
     """Return `parts`, where a scaled copy replaces each embedding that has distances.
 
-    An embedding that occurs several times in `parts` is copied only once.
-
     Raises:
         PositionalError: No embedding has distances, or an embedding's distances cannot be scaled.
     """
@@ -166,17 +163,15 @@ def _scaled(parts: Sequence[PositionalEmbedding], scale: float) -> list[Position
 class PerLayer(PositionalEmbedding):
     """The embeddings of all layers of a model, if layers differ in embedding or in theta.
 
-    Theta is the tensor of all learned parameters. It holds the columns of all embeddings side by
-    side. Layers with the same embedding share its columns, unless `own_theta` is set.
+    Theta holds the parameters of all embeddings, one parameter in each column. Layers with equal
+    embeddings share columns, unless `own_theta` is true.
 
     Args:
-        layers: The embedding of each layer. Two layers share an embedding if their entries are the
-            same object.
+        layers: The embedding of each layer.
         own_theta: Whether each layer has its own columns of theta.
 
     Raises:
-        PositionalError: Layers differ, and one has an `input` embedding. Such an embedding acts on
-            the input of the model, not on one layer.
+        PositionalError: Layers differ, and one has an `input` embedding.
     """
 
     kind = "none"

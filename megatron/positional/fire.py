@@ -22,15 +22,14 @@ from megatron.positional.theta_parameter import ThetaParameter
 
 
 class Fire(PositionalEmbedding):
-    """FIRE bias, sum_k v_hk relu(w_k u + b_k) in head h.
+    """FIRE: the bias sum_k v_hk relu(w_k u + b_k) in head h, a sum over hidden units k.
 
-    Here u = log(1 + c d) / log(1 + c max(L, i)), d is the query-key distance, and i is the query's
-    position. Initially c = 0.1 and L = `length`, and w, b and v are drawn as in `nn.Linear`. As in
-    the paper, the learned parameter is `L_factor` = L / `length` instead of L itself.
+    u = log(1 + c d) / log(1 + c max(L, i)) for a query at position i and a key at distance d. The
+    learned parameters are w, b, v, c and `L_factor` = L / `length`. Initially c = 0.1 and
+    L = `length`, and w, b and v are drawn as in `nn.Linear`.
 
     Args:
-        length: The initial L. For queries at positions up to L, the bias depends on the distance
-            alone.
+        length: The initial L.
         width: The number of hidden units.
     """
 

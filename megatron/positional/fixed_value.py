@@ -39,7 +39,7 @@ class FixedValue(metaclass=_Fixed):
         return made
 
     def fix(self) -> None:
-        """Compute what `==` compares. From then on, no attribute can be set."""
+        """Forbid changes of the attributes from now on, and compute the key that `==` compares."""
         fields = vars(self)
         fields.pop("_key", None)
         fields.pop("_hash", None)
@@ -67,7 +67,7 @@ class FixedValue(metaclass=_Fixed):
         return self._hash
 
     def identity(self) -> Any:
-        """Return what decides whether two objects of the class are equal, as a hashable value."""
+        """Return a hashable value. Objects of one class are equal if these values are equal."""
         values = tuple(sorted(vars(self).items()))
         return values if all(_is_plain(value) for _, value in values) else id(self)
 

@@ -18,7 +18,7 @@ class Gaussian(PositionalEmbedding):
     """Distance kernel: the bias a (exp(-r d^2) - 1) at the query-key distance d.
 
     Initially a, r ~ U(0, 1). The bounds are a, r >= 0.01. The KERPLE paper gives neither initial
-    values nor bounds for this kernel. They are taken from the coefficients of the paper's other
+    values nor bounds for this kernel. Both are taken from the coefficients of the paper's other
     kernels.
     """
 

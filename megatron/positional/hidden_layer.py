@@ -24,12 +24,11 @@ def pieces(w_HK: Tensor, b_HK: Tensor, v_HK: Tensor) -> tuple[Tensor, Tensor, Te
     Each line is slope * u + offset. Neighbouring lines meet at a knee, a number u = -b_k / w_k.
 
     Returns:
-        (knees [H, K], slopes [H, K + 1], offsets [H, K + 1]). Line m goes from knee m - 1 to knee
-        m. Line 0 starts at -infinity, and line K ends at infinity. Knees are constants for
-        autograd. The gradient through slopes and offsets is complete, because f has no jump at a
-        knee.
+        (knees [H, K], slopes [H, K + 1], offsets [H, K + 1]) for H heads and K hidden units. Line m
+        goes from knee m - 1 to knee m. Line 0 starts at -infinity, and line K ends at infinity.
+        Knees are constants for autograd.
     """
-    with torch.no_grad():
+    with torch.no_grad():  # f has no jump at a knee, so the knees need no gradient
         at_HK = torch.where(w_HK == 0, 0.0, -b_HK / w_HK)
         knees_HK, order_HK = at_HK.sort(dim=1)
         rank_HK = order_HK.argsort(dim=1)[:, None]

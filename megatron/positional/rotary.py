@@ -51,8 +51,8 @@ class Rotary(PositionalEmbedding):
 
     Args:
         rope_type: `default` (no scaling), `linear`, `ntk`, `yarn` or `llama3`.
-        factor: The factor s by which `rope_type` scales the frequencies, at least 1.
-        original_max_position_embeddings: The pretraining length L, for `yarn` and `llama3`.
+        factor: The factor by which `rope_type` scales the frequencies, at least 1.
+        original_max_position_embeddings: The pretraining length, for `yarn` and `llama3`.
         attention_factor: The factor by which `yarn` multiplies the rotated numbers. 0 means
             0.1 ln(factor) + 1.
     """

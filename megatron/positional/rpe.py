@@ -26,9 +26,9 @@ class Rpe(PositionalEmbedding):
     """Distance kernel with one learned bias for each head and each bucket of distances.
 
     Args:
-        num_buckets: The number K of buckets, at least 2.
-        max_distance: All distances of at least `max_distance` share the last bucket. Some shorter
-            distances may be in the last bucket, too. `max_distance` must be above K // 2.
+        num_buckets: The number of buckets, at least 2.
+        max_distance: All distances of at least `max_distance` share the last bucket. This number
+            must be above num_buckets // 2.
         scale: The factor by which the learned biases are multiplied. sqrt(head size) reproduces
             GPT-NeoX.
     """

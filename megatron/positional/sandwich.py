@@ -22,12 +22,12 @@ from megatron.positional.theta_parameter import ThetaParameter
 class Sandwich(PositionalEmbedding):
     """Distance kernel: the fixed bias (S(d) - S(0)) H / (8 (h + 1)) at distance d, in head h of H.
 
-    S(d) is the inner product of two sinusoidal position vectors of D dimensions, a sum of D/2
-    cosines. The fused kernels tabulate the bias, because computing D/2 cosines for every score
-    would be slower. The backend `eager` needs memory for D/2 numbers per score.
+    S(d) is the inner product of two sinusoidal position vectors at distance d. The backend `eager`
+    needs memory for `dimensions` / 2 numbers per score.
 
     Args:
-        dimensions: The even number D of dimensions of a position vector (128 in the paper).
+        dimensions: The number of dimensions of a position vector, which must be even (128 in the
+            paper).
     """
 
     kind = "distance"

@@ -33,8 +33,8 @@ def resources(cubin: bytes) -> tuple[int, int]:
 def special_functions(ptx: str) -> int:
     """Return the largest number of special functions that a thread computes in one loop iteration.
 
-    Special functions are log2, exp2, 1/x and the like. A loop is the PTX text from a label to a
-    later jump to this label. A loop is ignored if it contains another loop with special functions.
+    Special functions are log2, exp2, 1/x and the like. Among nested loops, only the innermost with
+    special functions counts.
     """
     labels, costs, lines = {}, {}, ptx.splitlines()
     for n, line in enumerate(lines):

@@ -48,7 +48,7 @@ class Verdict:
         holm: The p value of the complete claim, after Holm's correction.
         word: The verdict on the complete claim: `holds`, `not shown`, `contradicted` or
             `not tested`. It is `contradicted` if a part has a significant effect in the opposite
-            direction. Holm's correction is not applied to the p value of this effect.
+            direction.
     """
 
     name: str
@@ -77,7 +77,7 @@ def verdicts(grid: Grid, results: Frame) -> list[Verdict]:
     p = largest.groupby("name")["p"].agg(lambda each: each.max(skipna=False)).dropna()
     corrected = dict(zip(p.index, holm(p.to_list()), strict=True))
     alpha = grid.about.alpha
-    refuted = {
+    refuted = {  # without Holm's correction
         verdict.name
         for verdict, (_, part) in zip(found, parts, strict=True)
         if verdict.p > 1 - alpha and part.claim != "differs"
@@ -135,14 +135,13 @@ def holm(values: Sequence[float]) -> list[float]:
 def significant(
     results: Frame, rows: str, against: str, metric: str, alpha: float
 ) -> set[tuple[str, int]]:
-    """Return the pairs (row, length) whose values differ significantly from the row `against`.
+    """Return the pairs (row, length) at which `metric` differs significantly from `against`.
 
-    Each pair is compared with the row `against` at the same length by a two-sided paired t test.
-    Holm's correction is over all rows and lengths of `results`.
+    The test is a two-sided paired t test over seeds, with Holm's correction over all pairs.
 
     Args:
         rows: The name of an axis of the grid. Each value of this axis is a row.
-        against: The row with which all other rows are compared.
+        against: The row with which all other rows are compared, at the same length.
         alpha: The level of significance.
     """
     chosen = results[results["metric"] == metric]
@@ -177,7 +176,7 @@ def _side(results: Frame, names: Mapping[str, str]) -> Frame:
     """Return the values of one side of a claim, indexed by seed.
 
     Args:
-        names: The description of the side: the name of a value for each axis, and a `length`.
+        names: The side's value on each axis, and its `length`.
     """
     for key in names.keys() - {"length"}:
         results = results[results[key] == names[key]]
@@ -194,7 +193,7 @@ def _by_seed(results: Frame) -> Frame:
 
 
 def _paired(a: Frame, b: Frame, *, logarithm: bool) -> tuple[np.ndarray, np.ndarray]:
-    """Return the values (or their logarithms) of both sides, for the seeds that both sides have."""
+    """Return the values of `a` and of `b`, or their logarithms, for the seeds that both have."""
     both = pd.concat([a, b], axis=1, join="inner").sort_index().to_numpy()
     values = np.log(both) if logarithm else both
     return values[:, 0], values[:, 1]

@@ -38,8 +38,8 @@ _LATEX = {"±": r"$\pm$", "†": r"$^\dagger$"}
 class Section:
     """A part of a report, with a table and a plot.
 
-    An axis is a setting that differs between the runs of a grid. The table has a row for each value
-    of one axis. All runs in a section have the same value of every other axis.
+    An axis is a setting that differs between the runs of a grid. The rows of the table are the
+    values of one axis. On every other axis, all runs in a section have the same value.
 
     Attributes:
         table: The formatted results, with a column for each length.
@@ -147,8 +147,7 @@ def write(
 def change_of(verdict: Verdict) -> tuple[str, str]:
     """Return a verdict's change and its 95% interval as texts: `-4.39%` and `-5.85 to -2.92`.
 
-    All three numbers have two decimals, or more if the largest would otherwise show fewer than two
-    significant digits.
+    All three numbers have the same number of decimals, at least two.
     """
     values = verdict.change, verdict.low, verdict.high
     shown = max(2, decimals(max(map(abs, values)), 2))
@@ -174,6 +173,9 @@ def _paper_of(grid: Grid, known: dict[str, str]) -> PaperRows:
     """Return the paper's numbers as nested dicts: row -> length -> [mean, standard deviation].
 
     The result is {} if the paper has no numbers for the grid's table and corpus.
+
+    Args:
+        known: Maps axes of the grid to the values in one section of the report.
     """
     if grid.about.paper is None:
         return {}
@@ -213,9 +215,9 @@ def _moved(moved: Frame, rows: str) -> Frame:
 
 
 def _number(value: float, like: float | None = None) -> str:
-    """Format `value` with as many decimals as `like` needs to show four significant digits.
+    """Format `value` with the number of decimals that shows four significant digits of `like`.
 
-    If `like` is None, it is `value` itself.
+    None for `like` means `value` itself.
     """
     like = value if like is None else like
     return f"{value:,.{decimals(like, 4)}f}"

@@ -55,12 +55,11 @@ def of_runs(results: Frame) -> tuple[Frame, list[str]]:
 def of_run(folder: Path) -> list[dict[str, Any]]:
     """Return a row for each parameter that a run has trained and logged.
 
-    A run that began with the weights of another run has no rows, because its start values do not
-    follow from its configuration.
+    A run that began with the weights of another run has no rows.
 
     Raises:
-        ConfigError: The run's configuration cannot be loaded, or the parameters that it describes
-            are not those that the run has logged.
+        ConfigError: The run's configuration cannot be loaded, or describes other parameters than
+            the run has logged.
     """
     step, logged = _last_logged(folder)
     start = _start(folder) if logged else {}
@@ -99,7 +98,7 @@ def _last_logged(folder: Path) -> tuple[int, dict[str, np.ndarray]]:
 
 
 def _start(folder: Path) -> dict[str, np.ndarray]:
-    """Return a dict from parameter to start values, which have the same shape as logged values.
+    """Return the start values of a run's learned parameters, as a dict from name to array.
 
     The dict is empty if the run began with the weights of another run.
     """

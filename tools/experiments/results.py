@@ -35,9 +35,8 @@ CURVES = {"by_position": "loss by position", "receptive_field": "loss by context
 def of_grid(grid: Grid) -> tuple[Frame, list[str]]:
     """Return (table of the results of all finished cells, remarks).
 
-    The table has a column for each axis of the grid. There is a remark for each cell that is not
-    finished and so not in the table. A finished run that is stale (see `state`) is in the table,
-    but also gets a remark.
+    The table has a column for each axis of the grid. Each cell that is left out gets a remark. So
+    does each cell in the table that is stale (see `state_of`).
     """
     parts, remarks, codes = [], [], {}
     for cell in grid.cells:
@@ -71,8 +70,8 @@ def of_grid(grid: Grid) -> tuple[Frame, list[str]]:
 def of_folders(folders: Sequence[Path]) -> Frame:
     """Return the results of run folders that belong to no grid, as a table with one axis.
 
-    The axis is `embedding`. Its value for a run is the run's `pos_emb`. If several folders have the
-    same `pos_emb` and seed, the value is the folder's name instead.
+    The axis is `embedding`, with the `pos_emb` of each run as its value. If several folders have
+    the same `pos_emb` and seed, the value is the folder's name instead.
 
     Raises:
         OSError: A folder has no `config.yml`.
@@ -100,8 +99,8 @@ def of_run(folder: Path, record: Record | None = None) -> tuple[Frame, list[str]
     The table has the columns `length`, `metric` and `value`.
 
     Args:
-        record: The content of `cell.json`, if the run is a cell of a grid. Result files of
-            `evaluate.py --suite` that were measured with other settings are then left out.
+        record: The content of the run's `cell.json`. Files of `evaluate.py --suite` that were
+            measured with other settings are left out. None keeps all files.
 
     Raises:
         DataError: A table is damaged.
@@ -133,7 +132,7 @@ def of_run(folder: Path, record: Record | None = None) -> tuple[Frame, list[str]
 
 
 def _checked(path: Path, table: Frame) -> Frame:
-    """Return a table of results whose columns `length` and `value` are numbers.
+    """Return `table` with whole numbers in the column `length` and numbers in the column `value`.
 
     Raises:
         DataError: A length is not a whole number, or a value is not a number.

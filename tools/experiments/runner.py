@@ -141,12 +141,13 @@ class Runner:
         self._changed()
 
     def _launch(self, cell: Cell, record: Record, given: dict[str, str], lease: ExitStack) -> None:
-        """Start the process of a cell, while this process holds the lease of the cell's run folder.
+        """Start the process of a cell.
 
         Args:
+            record: The content of the new `cell.json`.
             given: Environment variables for the process.
-            lease: The exit stack that releases the run folder. Once the process has started, this
-                stack is emptied: its content moves to the list of running cells.
+            lease: The exit stack that releases the run folder. Its content moves to the list of
+                running cells.
         """
         if earlier := Record.read(cell.folder):
             record.seconds = earlier.seconds

@@ -126,7 +126,7 @@ def text_of(config: Config) -> str:
 
 
 def state_of(cell: Cell) -> tuple[State, str]:
-    """Return the state of a cell, and a text about what has changed since its run began, or ""."""
+    """Return (state of a cell, explanation). The explanation may be empty."""
     record = Record.read(cell.folder)
     if record is None:
         if RunFolder(cell.folder).latest.exists():
@@ -166,9 +166,9 @@ def is_complete(folder: Path, record: Record) -> bool:
 
 
 def why_not_measured(folder: Path, record: Record) -> str:
-    """Return "" if a run folder holds results that were measured with the settings in `record`.
+    """Return why a run folder holds no results that were measured with the settings in `record`.
 
-    Otherwise return the reason why it holds none.
+    Return "" if the folder holds such results.
     """
     paths = [path for path in RunFolder(folder).results if path.exists()]
     try:
@@ -179,10 +179,9 @@ def why_not_measured(folder: Path, record: Record) -> str:
 
 
 def other_measurement(path: Path, table: Frame, record: Record) -> str:
-    """Return "" if a table was measured with the settings in `record`, otherwise what differs.
+    """Return how the settings of a table differ from the settings in `record`, or "" if they agree.
 
-    Tables of earlier versions lack some of the columns that say how they were measured. Settings
-    without a column are not compared.
+    Settings without a column in `table` are not compared.
     """
     asked = record.config.get
     wanted = {"distance_scale": asked("eval_distance_scale"), "split": asked("eval_split")}

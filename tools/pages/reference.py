@@ -70,7 +70,7 @@ def page() -> str:
 
 
 def meanings(section: type[Section]) -> dict[str, str]:
-    """Return a dict from field name to the comment above the field or at the end of its line."""
+    """Return a dict from the name of each field to the comment on this field in the source code."""
     lines = inspect.getsource(section).splitlines()
     [tree] = ast.parse("\n".join(lines)).body
     found = {}
@@ -104,7 +104,7 @@ def _default(info: FieldInfo) -> str:
 
 
 def _values(section: type[Section], name: str) -> str:
-    """Return the values that the key accepts, in the words of its error message."""
+    """Return the values that the field `name` accepts, in the words of its error message."""
     try:
         section.__pydantic_validator__.validate_assignment(section.model_construct(), name, object)
     except ValidationError as error:

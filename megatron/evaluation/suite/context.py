@@ -16,8 +16,7 @@ def windowed_twin(sample: Sample, full_nT: np.ndarray, twin_nT: np.ndarray) -> M
     """Measure how much lower the loss is with the full context than with a limited window.
 
     The windowed twin is the same model, but each layer sees only as many tokens as the training
-    length. Only targets with more context than this window are scored. (Information from further
-    away can still pass through several layers. The measure "receptive field" has no such leak.)
+    length. Only targets with more context than the training length are scored.
 
     Args:
         full_nT, twin_nT: The losses of the model and of its windowed twin.
@@ -25,6 +24,7 @@ def windowed_twin(sample: Sample, full_nT: np.ndarray, twin_nT: np.ndarray) -> M
     title, name = "Gain over the windowed twin", "windowed_twin"
     if sample.longest <= sample.train_length:
         return Measure(name, title, NATS, sample.too_short, [])
+    # Through several layers, the twin can still use tokens from beyond its window.
     gain_nT, first = twin_nT - full_nT, sample.train_length + 1
     spans = [(first, sample.longest + 1, "all"), *((*b, "doubling") for b in sample.bins(first))]
     rows = [
@@ -68,12 +68,14 @@ def far_swap(subject: Subject, sample: Sample, full_nT: np.ndarray) -> Measure:
 
 
 def receptive_field(subject: Subject, sample: Sample, full_nT: np.ndarray) -> Measure:
-    """Measure the loss of the last tokens for several context lengths c.
+    """Measure the loss of the last tokens for several context lengths.
 
-    For each c, short sequences are cut out of the text. Each consists of c tokens of context, and
-    of up to c / 4 tokens to score (at least one). A scored token therefore has at least c and fewer
-    than 1.25 c tokens before it. No layer can use earlier text, because the short sequence does not
-    contain it. Only the last row of the result is measured on whole sequences (`full_nT`).
+    For each context length c, short sequences are cut out of the text. A scored token has at least
+    c and fewer than 1.25 c tokens before it in its short sequence. The last row of the result is
+    for the whole sequences.
+
+    Args:
+        full_nT: The loss of each target in the whole sequences.
     """
     losses: dict[int, np.ndarray] = {}
     context, full = 1, full_nT[:, -sample.tail :]

@@ -19,16 +19,13 @@ def key_tokens(
 ) -> Measure:
     """Measure the loss on key tokens, those whose prediction gains from long context.
 
-    The judge is the model that chooses the key tokens. It chooses a token if two conditions hold
-    (LongPPL, arXiv 2410.23771). The judge's loss is lower by more than `KEY_GAIN` with the full
-    context than with a window of the training length. The judge's loss with the full context is
-    below `KEY_LOSS`. Only tokens with more context than the training length can be key tokens.
+    A token is a key token if its `gain_nT` is above `KEY_GAIN` (LongPPL, arXiv 2410.23771). Only
+    tokens with more context than the training length can be key tokens.
 
     Args:
-        full_nT, twin_nT: The losses of the measured model, with the full context and with the
-            window.
-        gain_nT: The amount by which the full context lowers the judge's loss of each token; -inf
-            where the judge's loss with the full context is not below `KEY_LOSS`.
+        full_nT, twin_nT: The losses of the measured model, with the full context and with a window
+            of the training length.
+        gain_nT: The result of `judged_gain` for the judge, the model that chooses the key tokens.
         judge: A text for the report that names the judge.
     """
     name, title, unit = "key_tokens", "Key-token perplexity", "perplexity"
@@ -54,12 +51,12 @@ def key_tokens(
 
 
 def judged_gain(full_nT: np.ndarray, twin_nT: np.ndarray) -> np.ndarray:
-    """Return by how much the full context lowers the judge's loss of each token, [n, T].
+    """Return by how much the full context lowers a model's loss of each token, [n, T].
 
-    The result is -inf where the judge's loss with the full context is not below `KEY_LOSS`.
+    The result is -inf where the loss with the full context is not below `KEY_LOSS`.
 
     Args:
-        full_nT, twin_nT: The judge's losses [n, T] with the full context, and with a window of the
+        full_nT, twin_nT: The model's losses [n, T] with the full context, and with a window of the
             training length in each layer.
     """
     return np.where(full_nT < KEY_LOSS, twin_nT - full_nT, -np.inf)

@@ -23,8 +23,8 @@ class Row:
     """One result of a measure.
 
     Attributes:
-        at: Where the result was measured, such as {"length": 128, "depth": 0.5}. The plot has the
-            first entry as its x axis, and one curve for each combination of the other entries.
+        at: Where the result was measured, such as {"length": 128, "depth": 0.5}. In the plot, the
+            first entry is the x axis, and each combination of the other entries is a curve.
         also: Further numbers for the tables.
     """
 
@@ -79,7 +79,7 @@ class Sample:
 
     @property
     def tail(self) -> int:
-        """The number of tokens at a sequence's end that far-swap and the receptive field score."""
+        """The number of last tokens of a sequence that `far_swap` and `receptive_field` score."""
         return max(1, min(128, self.longest // 8))
 
     @property

@@ -44,10 +44,9 @@ random cue. A function whose needles all have the same cue ignores this argument
 def induction(subject: Subject, sample: Sample) -> Measure:
     """Measure how much better d random tokens are predicted when they occur for the second time.
 
-    A model reads the d tokens twice. The second copy is scored without its first token. In the
-    control, d other random tokens take the place of the first copy, so that the second copy has the
-    same position. The table also has the mean loss of the second copy minus that of the first copy,
-    which has a shorter context.
+    Each text consists of the d tokens, twice. In the control text, other random tokens replace the
+    first copy. The gain is the loss of the second copy in the control text minus its loss in the
+    text. The first token of the second copy is not scored.
     """
     rng, rows, distance = np.random.default_rng(1), [], 8
     while 2 * distance <= sample.longest:
@@ -100,11 +99,11 @@ def passkey(subject: Subject, sample: Sample, tokenizer: Tokenizer) -> Measure:
 def _retrieval(
     subject: Subject, sample: Sample, name: str, title: str, draw: DrawNeedle
 ) -> Measure:
-    """Hide a needle in texts, and measure how much this lowers the loss of the needle's answer.
+    """Hide a needle in texts, and measure how much the needle lowers the loss of its answer.
 
     A needle is a cue with an answer. Each text ends with the cue and the answer again, and only
     this last answer is scored. The control text hides a needle with the same cue and another
-    answer. The gain is the loss of the last answer in the control text minus its loss in the text.
+    answer. The gain is the loss in the control text minus the loss in the text.
     """
     middle = sample.lengths[len(sample.lengths) // 2]
     rows = []
@@ -129,9 +128,9 @@ def _retrieval(
 def _cell(
     subject: Subject, sample: Sample, length: int, depth: float, draw: DrawNeedle
 ) -> Row | None:
-    """Return the gain for texts of one length with the needle at one depth (see `_retrieval`).
+    """Return the gain for texts of `length` tokens with the needle at `depth` (see `_retrieval`).
 
-    Return None if the needle, and the cue and answer at the end, fill more than half the text.
+    Return None if the inserted tokens would fill more than half of a text.
     """
     rng, count = np.random.default_rng(2), max(8, sample.tokens // (4 * length))
     spread = np.unique(np.linspace(0, len(sample.documents) - 1, count).astype(int))

@@ -22,9 +22,10 @@ class Report:
 
     Attributes:
         title: A text that names the model.
-        about: A dict from column name to value, the result of `measured_with`. Each CSV file has
-            these columns. They say how the model was measured.
-        facts: Lines for the head of the page, about the model and the text that were measured.
+        about: How the model was measured, as a dict from column name to value. Each CSV file has
+            these columns.
+        facts: Names and values of facts about the measured model and text, for the head of the
+            page.
         verdict: Sentences about all measures together. The first says how much context is used.
     """
 
@@ -94,7 +95,7 @@ def _shown(value: Any) -> str:
 
 
 def _picture(measure: Measure, train_length: int) -> bytes:
-    """Plot the values with their intervals, and return the PNG.
+    """Plot the results of `measure` with their intervals, and return the PNG.
 
     The first entry of `Row.at` is the x axis. Each combination of the other entries is a curve.
     """

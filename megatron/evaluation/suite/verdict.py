@@ -10,8 +10,8 @@ from megatron.readable_numbers import told_apart
 def verdict(measures: list[Measure]) -> list[str]:
     """Return sentences that sum up the measures of one model.
 
-    The first sentence says how much context the model uses, judged by its receptive field. This is
-    the shortest context with loss <= (1 + MARGIN) * lowest loss.
+    The first sentence says how much context the model uses. This is the shortest context with
+    loss <= (1 + MARGIN) * lowest loss.
     """
     found = {measure.name: measure for measure in measures}
     rows = found["receptive_field"].rows
