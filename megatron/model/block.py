@@ -37,6 +37,7 @@ from megatron.parallel.collectives import add_partial, all_to_all
 from megatron.parallel.groups import ALONE
 from megatron.parallel.layers import ColumnLinear, HiddenDropout, RowLinear
 from megatron.parallel.rng import rank_dropout
+from megatron.parallel.sharding import mark_fused
 
 
 class SelfAttention(nn.Module):
@@ -64,6 +65,8 @@ class SelfAttention(nn.Module):
         bias = shape.attention_bias
         widths = hidden + 2 * hidden // shape.group  # of queries, of keys and values
         self.query_key_value = ColumnLinear(hidden, widths, tp, bias=bias)
+        E = shape.head_size
+        mark_fused(self.query_key_value.weight, (shape.group * E, E, E))
         self.qk_layernorm = BlockNorm(shape, tp, by_head=True) if shape.qk_norm else None
         self.dense = RowLinear(hidden, hidden, tp, bias=bias, numerics=shape.numerics)
         self.gate = ColumnLinear(hidden, shape.num_heads, tp) if self.pos.has("gate") else None
@@ -171,6 +174,7 @@ class MLP(nn.Module):
         halves = 2 if shape.activation in GATES else 1
         common = {"bias": shape.mlp_bias, "numerics": shape.numerics}
         self.dense_h_to_4h = ColumnLinear(hidden, halves * inner, tp, blocks=halves, **common)
+        mark_fused(self.dense_h_to_4h.weight, (inner // tp.size,) * halves)
         self.dense_4h_to_h = RowLinear(inner, hidden, tp, **common)
 
     def forward(self, x_BTD: torch.Tensor, partial: bool = False) -> torch.Tensor:

@@ -67,6 +67,22 @@ def mark_sharding(param: Tensor, sharding: Sharding, tp: TensorGroup) -> None:
         marked.model_parallel = marked.tensor_model_parallel = True
 
 
+def mark_fused(param: Tensor, rows: tuple[int, ...]) -> None:
+    """Declare that `param`, a matrix, holds several matrices, such as queries, keys and values.
+
+    Args:
+        rows: The matrices' rows in one period. `param` has whole periods. For example, with the
+            rows (4, 2), rows 0-3, 6-9, ... are the first matrix, and rows 4-5, 10-11, ... the
+            second.
+    """
+    param.fused_rows = rows  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def fused_rows(param: Tensor) -> tuple[int, ...]:
+    """Return the `rows` of `mark_fused`, or one period with all rows if `param` is one matrix."""
+    return getattr(param, "fused_rows", (len(param),))
+
+
 def sharding_of(param: Tensor) -> Sharding | None:
     """Return the parameter's `Sharding`, or None if every rank holds the full parameter."""
     return getattr(param, "sharding", None)

@@ -194,7 +194,13 @@ def test_flat_keys_are_known_and_fit_for_json(load: Callable) -> None:
     assert flat["precision"] == "bfloat16" and flat["fp16"]["enabled"] is False
     assert flat["optimizer"] == {
         "type": "adam",
-        "params": {"lr": 1e-3, "betas": [0.9, 0.999], "eps": 1e-8, "momentum": 0.0},
+        "params": {
+            "lr": 1e-3,
+            "betas": [0.9, 0.999],
+            "eps": 1e-8,
+            "momentum": 0.0,
+            "split_fused": True,
+        },
     }
 
 

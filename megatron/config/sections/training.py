@@ -52,6 +52,9 @@ class OptimizerConfig(Section):
     eps: Annotated[Epsilon, Key("optimizer.params.eps")] = 1e-8  # epsilon of Adam
     # of sgd (default: 0) and muon (0.95, as in torch)
     momentum: Annotated[Amount, Key("optimizer.params.momentum")] = DERIVED
+    # not in GPT-NeoX, for muon alone: make queries, keys, values, gate and value orthogonal one by
+    # one; false: the matrices that hold them
+    split_fused: Annotated[Flag, Key("optimizer.params.split_fused")] = True
     weight_decay: Amount = 0.01  # decay of the weights; the published code's default, gpt-neox: 0.1
     weight_decay_positional: Flag = False  # not in GPT-NeoX: weight decay applies to theta, too
     # not in GPT-NeoX: theta's learning rate, as a multiple of `lr`

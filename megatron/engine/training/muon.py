@@ -11,6 +11,9 @@ learning rate and weight decay. The formulas are those of `torch.optim.Muon` wit
 `adjust_lr_fn="match_rms_adamw"`. Unlike torch's class, `MuonWithAdamW` accepts ZeRO's slices. On a
 CPU it computes in fp32, because bf16 products are many times slower on most CPUs.
 
+Queries, keys and values are one matrix in the model, as are gate and value of a gated MLP. Muon
+makes each of them orthogonal by itself, unless `split_fused` is false.
+
 Muon needs the whole momentum matrix to compute an update, because it makes this matrix orthogonal.
 But ZeRO-1 concatenates all matrices and gives each data-parallel rank one flat slice, which may
 begin or end within a matrix. Each rank keeps the momentum of its slice. Before an update, the ranks
@@ -27,6 +30,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron.parallel.groups import Groups
+from megatron.parallel.sharding import fused_rows
 
 CPU_DTYPE = torch.float32
 """The dtype in which matrices on a CPU are orthogonalized; on a GPU it is bf16."""
@@ -61,6 +65,7 @@ class MuonWithAdamW(torch.optim.Optimizer):
         betas: AdamW's betas.
         eps: AdamW's epsilon.
         momentum: Muon's momentum.
+        split_fused: Whether to make queries, keys, values, gate and value orthogonal one by one.
         ranks: The process groups of the job. Under ZeRO-1, each rank of `ranks.replicas` updates a
             slice of the matrices.
     """
@@ -73,10 +78,15 @@ class MuonWithAdamW(torch.optim.Optimizer):
         betas: tuple[float, float],
         eps: float,
         momentum: float,
+        split_fused: bool,
         ranks: Groups,
     ):
         self.adamw = torch.optim.AdamW([g for g in groups if not g["muon"]], lr=lr, fused=True)
-        self.shapes = {g["name"]: [p.shape for p in g["params"]] for g in groups if g["muon"]}
+        self.shapes = {
+            g["name"]: [(p.shape, fused_rows(p) if split_fused else (len(p),)) for p in g["params"]]
+            for g in groups
+            if g["muon"]
+        }
         self.ranks = ranks
         own = {"betas": betas, "eps": eps, "fused": True}
         groups = [g | ({"momentum": momentum} if g["muon"] else own) for g in groups]
@@ -93,12 +103,17 @@ class MuonWithAdamW(torch.optim.Optimizer):
         self.adamw.state = self.state
         self.adamw.step()
         for group in [g for g in self.param_groups if g["muon"]]:
-            for parameter in group["params"]:
+            for i, parameter in enumerate(group["params"]):
                 if parameter.grad is not None:
-                    self._step_muon(parameter, parameter.grad, group)
+                    self._step_muon(parameter, parameter.grad, group, i)
 
-    def _step_muon(self, parameter: Tensor, gradient: Tensor, group: dict[str, Any]) -> None:
-        """Update `parameter`: a matrix or, under ZeRO, a flat slice of the group's matrices."""
+    def _step_muon(
+        self, parameter: Tensor, gradient: Tensor, group: dict[str, Any], index: int
+    ) -> None:
+        """Update `parameter`: a matrix or, under ZeRO, a flat slice of the group's matrices.
+
+        `index` is the number of the matrix in the group. It has no meaning for a slice.
+        """
         state = self.state[parameter]
         if "momentum_buffer" not in state:
             state["momentum_buffer"] = torch.zeros_like(gradient)
@@ -107,16 +122,17 @@ class MuonWithAdamW(torch.optim.Optimizer):
         update = update.to(torch.bfloat16 if update.is_cuda else CPU_DTYPE)
         parameter.mul_(1 - group["lr"] * group["weight_decay"])
         if parameter.ndim == 2:
-            parameter.add_(orthogonal(update), alpha=_scale(parameter.shape, group["lr"]))
+            shape, rows = self.shapes[group["name"]][index]
+            parameter.add_(_change(update, rows), alpha=_scale(shape, group["lr"]))
             return
         whole = self._gather(update)
         start, size = self.ranks.replica_rank * parameter.numel(), parameter.numel()
         offset = 0
-        for shape in self.shapes[group["name"]]:
+        for shape, rows in self.shapes[group["name"]]:
             first, last = max(offset, start), min(offset + shape.numel(), start + size)
             if first < last:
-                change = orthogonal(whole[offset : offset + shape.numel()].view(shape)).flatten()
-                change = change[first - offset : last - offset]
+                change = _change(whole[offset : offset + shape.numel()].view(shape), rows)
+                change = change.flatten()[first - offset : last - offset]
                 parameter[first - start : last - start].add_(
                     change, alpha=_scale(shape, group["lr"])
                 )
@@ -128,6 +144,22 @@ class MuonWithAdamW(torch.optim.Optimizer):
         whole = piece.new_empty(piece.numel() * self.ranks.replica_size)
         dist.all_gather_into_tensor(whole, piece, group=self.ranks.replicas)
         return whole
+
+
+def _change(update: Tensor, rows: tuple[int, ...]) -> Tensor:
+    """Make each matrix of `update` orthogonal, in place; return `update`.
+
+    Each matrix is multiplied by sqrt(its longer side / the longer side of `update`), so that
+    `_scale` of the whole suits it.
+
+    Args:
+        rows: The rows of each matrix in one period, as in `mark_fused`.
+    """
+    for part in update.unflatten(0, (-1, sum(rows))).split(rows, dim=1):
+        matrix = part.flatten(0, 1)
+        longer = math.sqrt(max(matrix.shape) / max(update.shape))
+        part.copy_(orthogonal(matrix).mul_(longer).view_as(part))
+    return update
 
 
 def _scale(shape: torch.Size, lr: float) -> float:

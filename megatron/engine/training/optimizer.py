@@ -113,7 +113,13 @@ def build_optimizer(
         return torch.optim.SGD(groups, lr=section.lr, momentum=section.momentum)
     if kind == "muon":
         assert ranks is not None
-        return MuonWithAdamW(groups, **adam, momentum=section.momentum, ranks=ranks)
+        return MuonWithAdamW(
+            groups,
+            **adam,
+            momentum=section.momentum,
+            split_fused=section.split_fused,
+            ranks=ranks,
+        )
     raise ValueError(f"optimizer {kind!r} is unknown; use adam, sgd or muon")
 
 

@@ -11,12 +11,13 @@ from megatron.engine.training import muon
 from megatron.engine.training.muon import MuonWithAdamW, orthogonal
 from megatron.engine.training.optimizer import parameter_groups
 from megatron.model import GPT
+from megatron.model.heads import by_key_heads, divide_heads
 from tests.engine.training.test_optimizer_groups import model, names
 from tests.helpers.jobs import cell, digest, rows, train_run, write_shards
 from tests.helpers.launch import run_ranks
 
 SHAPES = ((6, 4), (3, 9), (5, 5))
-SETTINGS = {"lr": 0.1, "betas": (0.8, 0.9), "eps": 1e-6, "momentum": 0.9}
+SETTINGS = {"lr": 0.1, "betas": (0.8, 0.9), "eps": 1e-6, "momentum": 0.9, "split_fused": True}
 
 MUON = OptimizerConfig(type="muon", lr=0.1, weight_decay=0.1)
 
@@ -122,6 +123,64 @@ def test_a_step_on_a_slice_is_that_on_whole_matrices():
         optimizer.step()
     expected = torch.cat([matrix.detach().flatten() for matrix in torchs_own()[:-1]])
     torch.testing.assert_close(slice_.detach()[:-3], expected, rtol=1e-5, atol=1e-6)
+
+
+def torchs_own_on(matrices, gradients):
+    muon = torch.optim.Muon(
+        matrices, lr=0.1, weight_decay=0.2, momentum=0.9, adjust_lr_fn="match_rms_adamw"
+    )
+    for parameter, gradient in zip(matrices, gradients, strict=True):
+        parameter.grad = gradient
+    muon.step()
+
+
+@pytest.mark.usefixtures("in_bf16")
+@pytest.mark.parametrize("sliced", [False, True])
+@pytest.mark.parametrize("split", [False, True])
+def test_fused_matrices_are_split_as_their_layers_read_them(split, sliced):
+    """Torch's Muon steps on queries, keys, values, value and gate, cut out by the layers' use."""
+    sizes = {"num_heads": 4, "num_kv_heads": 2, "activation": "swiglu"}
+    gpt: GPT = model(**sizes)
+    attention, mlp = gpt.layers[0].attention, gpt.layers[0].mlp
+    *others, hidden = parameter_groups(gpt, MUON)
+    hidden["weight_decay"] = 0.2
+    alone = SimpleNamespace(replica_rank=0, replica_size=1)
+    optimizer = MuonWithAdamW([*others, hidden], **SETTINGS | {"split_fused": split}, ranks=alone)
+    matrices = hidden["params"]
+    gradients = [torch.randn_like(each) for each in matrices]
+
+    def pieces(whole):
+        """Return the matrices that Muon should see, as the layers divide their outputs."""
+        found = []
+        for own, weight in zip(matrices, whole, strict=True):
+            if split and own is attention.query_key_value.weight:
+                heads = by_key_heads(weight.T[None], 2, attention.shape.head_size)
+                found += [
+                    x[0].mT.flatten(0, 1) for x in divide_heads(heads, attention.shape.head_size)
+                ]
+            elif split and own is mlp.dense_h_to_4h.weight:
+                found += weight.chunk(2)
+            else:
+                found.append(weight)
+        return [torch.nn.Parameter(each.detach().clone()) for each in found]
+
+    expected = pieces(matrices)
+    assert len(expected) == len(matrices) + 3 * split
+    torchs_own_on(expected, [each.detach() for each in pieces(gradients)])
+    if sliced:  # as under ZeRO-1
+        slice_ = torch.nn.Parameter(torch.cat([m.detach().flatten() for m in matrices]))
+        slice_.grad = torch.cat([each.flatten() for each in gradients])
+        optimizer.param_groups[-1]["params"] = [slice_]
+        optimizer.step()
+        ends = slice_.detach().split([m.numel() for m in matrices])
+        found = [x.view_as(m) for x, m in zip(ends, matrices, strict=True)]
+    else:
+        for matrix, gradient in zip(matrices, gradients, strict=True):
+            matrix.grad = gradient
+        optimizer.step()
+        found = matrices
+    for ours, theirs in zip(pieces(found), expected, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-3)
 
 
 @pytest.mark.usefixtures("in_bf16")

@@ -27,10 +27,10 @@ def adam(weight_decay, **values):
     return OptimizerConfig(lr=0.1, weight_decay=weight_decay, **values)
 
 
-def model():
+def model(**shape):
     pos = load("kerple_log")
     attend = choose("eager", pos, device_type="cpu", dtype=torch.float32)
-    block = BlockShape(hidden_size=16, num_heads=2)
+    block = BlockShape(hidden_size=16, **{"num_heads": 2, **shape})
     return GPT(
         Plan(GPTShape(num_layers=1, vocab_size=8, block=block, max_positions=4), pos, attend, 1)
     )
