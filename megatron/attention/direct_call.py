@@ -145,7 +145,7 @@ def _rotated(
 
 
 def _has_values(x: Tensor) -> bool:
-    """Return whether the host can read the numbers in tensors such as `x` now."""
+    """Return whether `x` holds real numbers: no compilation and no transformation is tracing it."""
     return not (torch.compiler.is_compiling() or _is_transformed() or x.is_meta)
 
 

@@ -100,12 +100,12 @@ class Measurement:
         return results
 
     def with_context(self, context: int, *, length: int, targets: int) -> LengthResult:
-        """Measure the model on tokens that each have exactly `context` predecessors.
+        """Measure the model on single tokens, each read with the `context` tokens before it.
 
         Args:
             context: The number of tokens that the model reads before each scored token.
-            length: The length of the sequences that contain the scored tokens, at least `context`.
-            targets: The approximate number of tokens to score, taken at equal distances.
+            length: The text is cut into sequences of this length, and no context crosses a cut.
+            targets: The approximate number of tokens to score, at equal distances in the text.
         """
         windows = np.lib.stride_tricks.sliding_window_view(self.read(length), context + 1, axis=1)
         windows = windows.reshape(-1, context + 1)
@@ -225,7 +225,8 @@ def draw_kernels(
     If layers have different kernels, there is one file for each kernel, such as
     `kernels_layer0.png`.
 
-    The distances go up to the largest of `eval_lengths`. The query's position is this length, too.
+    The distances go up to the largest of `eval_lengths`. If a kernel depends on the query's
+    position, this largest length is also the query's position.
 
     Args:
         trained_HN: The learned parameters [heads, parameters per head]; None if there are none.

@@ -136,13 +136,14 @@ def hidden_slope(u, row, first: tl.constexpr, K: tl.constexpr):
 
 @triton.jit
 def add_by_line(sums, slopes, u, ds, knees, K: tl.constexpr, R: tl.constexpr):
-    """Add a tile's contributions to the gradients of a layer of hidden units.
+    """Add the gradients from a tile to `sums` and `slopes`, and return both.
 
-    Return the new (sums, slopes). The layer is piecewise linear in its input u. Line m lies between
-    the knees m - 1 and m, where its value is slope * u + offset. The tile `u` holds the inputs, and
-    the tile `ds` holds the gradients of the layer's outputs. Entry m of `sums` [R] grows by the sum
-    of ds over all u on line m: this is the gradient of the line's offset. Entry m of `slopes` [R]
-    grows by the sum of ds * u over the same u: this is the gradient of the line's slope.
+    A layer of hidden units is piecewise linear: between the knees m - 1 and m, it is the line
+    m, a_m * u + c_m. `sums` [R] holds the gradients of all c_m, and `slopes` [R] those of all a_m.
+
+    Args:
+        u: A tile of the layer's inputs.
+        ds: The gradients of the layer's outputs at `u`.
     """
     line = tl.arange(0, R)
     within = knees_within(u, knees, K)

@@ -110,9 +110,11 @@ def local_slice(param: Tensor, full: Tensor) -> Tensor:
 
 
 def unsharded(param: Tensor, shard: Tensor, tp: TensorGroup) -> Tensor:
-    """Return the full tensor, joined from the slices `shard` of all ranks of `tp`.
+    """Gather the slices of a tensor from all ranks of `tp`, and return the full tensor.
 
-    `shard` may be any tensor that is sharded in the same way as `param`, such as its gradient.
+    Args:
+        param: A parameter that is sharded in the same way as the tensor.
+        shard: This rank's slice of the tensor, such as the gradient of `param`.
     """
     sharding = sharding_of(param)
     return shard if sharding is None or tp.size == 1 else sharding.join(tp.gather(shard))

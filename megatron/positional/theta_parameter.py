@@ -34,5 +34,5 @@ def factor(name: str) -> ThetaParameter:
 
 
 def power(name: str) -> ThetaParameter:
-    """Return a column of theta: an exponent in [0.01, 2] with initial values from 2 U(0, 1)."""
+    """Return a learned exponent with the bounds [0.01, 2], drawn uniformly from [0, 2] at the start."""
     return ThetaParameter(name, low=0.01, high=2.0, scale=2.0)

@@ -119,8 +119,9 @@ def build_engine(
 
     Args:
         config: DeepSpeed's configuration, from `engine_config`.
-        numerics: In 16-bit training without ZeRO, `numerics.counts_empty_step` says whether
-            DeepSpeed's first step, with zero gradients, counts in Adam's bias correction.
+        numerics: Used in 16-bit training without ZeRO only. There, DeepSpeed begins with an extra
+            optimizer step on zero gradients. If `numerics.counts_empty_step`, Adam's bias
+            correction counts this step.
     """
     # To allocate the optimizer's state, DeepSpeed takes a step with zero gradients. The learning
     # rate is zero in that step, so that no weight changes.
