@@ -34,5 +34,5 @@ def factor(name: str) -> ThetaParameter:
 
 
 def power(name: str) -> ThetaParameter:
-    """Return a learned exponent with the bounds [0.01, 2], drawn uniformly from [0, 2] at the start."""
+    """Return a learned exponent in [0.01, 2], drawn uniformly from [0, 2] at the start."""
     return ThetaParameter(name, low=0.01, high=2.0, scale=2.0)
