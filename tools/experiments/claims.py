@@ -12,6 +12,10 @@ answers, d_s = a_s - b_s and l = m = by / 100. The claims about the expected dif
                              side is `by` percent above the other
     differs    D != 0        two-sided paired t test
 
+With `relative_to`, each side has a reference. Then d_s = (ln a_s - ln of A's reference) - (ln b_s -
+ln of B's reference), and the same without logarithms for shares. So `relative_to: {length: 128}`
+compares how the two sides change from length 128 on.
+
 A claim of several parts holds only if all its parts hold, so its p value is the largest p value of
 its parts. Holm's correction is over all claims of a grid. The sample size is the number of seeds,
 not of sequences, because the sequences of one run are not independent.
@@ -157,10 +161,14 @@ def significant(
 
 def _tested(name: str, endpoint: Endpoint, results: Frame) -> Verdict:
     chosen = results[results["metric"] == endpoint.metric]
-    one, other = sides(endpoint)
+    groups = sides(endpoint)
+    if endpoint.relative_to:
+        groups += tuple(side | endpoint.relative_to for side in groups)
     lower, by = METRICS[endpoint.metric], endpoint.by / 100
     verdict = Verdict(name, endpoint.text or _sentence(endpoint))
-    a, b = _paired(_side(chosen, one), _side(chosen, other), logarithm=lower)
+    a, b, *start = _paired(*(_side(chosen, each) for each in groups), logarithm=lower)
+    if start:
+        a, b = a - start[0], b - start[1]
     if len(a) < 2 or not np.isfinite(a - b).all():
         return replace(verdict, seeds=len(a))
     margin = -math.log1p(-by) if endpoint.claim == "below" else math.log1p(by)
@@ -192,11 +200,10 @@ def _by_seed(results: Frame) -> Frame:
     return results.set_index("seed")["value"].astype(float)
 
 
-def _paired(a: Frame, b: Frame, *, logarithm: bool) -> tuple[np.ndarray, np.ndarray]:
-    """Return the values of `a` and of `b`, or their logarithms, for the seeds that both have."""
-    both = pd.concat([a, b], axis=1, join="inner").sort_index().to_numpy()
-    values = np.log(both) if logarithm else both
-    return values[:, 0], values[:, 1]
+def _paired(*series: Frame, logarithm: bool) -> np.ndarray:
+    """Return the values of each series, or their logarithms, for the seeds that all have."""
+    shared = pd.concat(series, axis=1, join="inner").sort_index().to_numpy()
+    return (np.log(shared) if logarithm else shared).T
 
 
 def _sentence(endpoint: Endpoint) -> str:
@@ -210,7 +217,9 @@ def _sentence(endpoint: Endpoint) -> str:
         "equal": f"equals {other} within {by}",
         "differs": f"differs from {other}",
     }
-    return f"{endpoint.metric}: {one} {said[endpoint.claim]}"
+    start = _named(endpoint.relative_to)
+    start = f" relative to that {'' if start.startswith('at ') else 'of '}{start}" if start else ""
+    return f"{endpoint.metric}{start}: {one} {said[endpoint.claim]}"
 
 
 def _named(side: Mapping[str, str]) -> str:

@@ -43,6 +43,9 @@ class Endpoint(_Strict):
         than: The second side. It needs only the entries that differ from those of `of`.
             `length: best` selects the length at which the side's mean over seeds is best.
         by: The margin of the claim, in percent. For shares of right answers, in percentage points.
+        relative_to: Entries that replace those of each side to name its reference. Then the claim
+            compares how each side differs from its reference. For example, `{length: 128}` compares
+            changes from length 128 on. If empty, the claim compares the sides' own values.
         text: The claim in words, for reports. If empty, the words are generated.
     """
 
@@ -50,6 +53,7 @@ class Endpoint(_Strict):
     of: dict[str, str]
     than: dict[str, str]
     by: float = Field(0.0, ge=0)
+    relative_to: dict[str, str] = {}
     metric: str = "perplexity"
     text: str = ""
 
@@ -102,8 +106,5 @@ def values_of(about: Description, axis: str) -> dict[str, Value]:
 
 
 def sides(endpoint: Endpoint) -> tuple[dict[str, str], dict[str, str]]:
-    """Return descriptions of the two groups of runs that a claim compares.
-
-    Each description is a dict with one value for every axis of the grid, and a `length`.
-    """
+    """Return the two sides of a claim, each as a dict from axis, or `length`, to a value."""
     return endpoint.of, endpoint.of | endpoint.than

@@ -208,7 +208,13 @@ def _endpoint_faults(about: Description, endpoint: Endpoint) -> Iterator[str]:
     if endpoint.claim == "below" and endpoint.by >= 100:
         yield f"by: nothing is {endpoint.by:g}% below a positive number or a share"
     lengths = [*map(str, about.lengths)]
-    for side, length in zip(sides(endpoint), (lengths, [*lengths, BEST]), strict=True):
+    one, other = sides(endpoint)
+    given = [(one, lengths), (other, [*lengths, BEST])]
+    if endpoint.relative_to:
+        given += [(side | endpoint.relative_to, lengths) for side in (one, other)]
+        if one == one | endpoint.relative_to:
+            yield "relative_to: is `of` itself; name what differs, e.g. the training length"
+    for side, length in given:
         for key, known in (allowed | {"length": length}).items():
             if key not in side and len(known) > 1:
                 yield f"of: names no {key}; known: {', '.join(known)}"

@@ -48,6 +48,29 @@ def test_percents_are_of_the_other_side(claim, by, factor):
         assert found.change == pytest.approx(100 * (factor * more - 1))
 
 
+def test_a_change_from_a_reference_on_is_compared_by_seed():
+    """A falls by 20% and B by 36% from length 32 on, so A ends 25% above B, from any level."""
+    a, b = np.array([4.0, 5.0, 8.0]), np.array([9.0, 1.0, 2.0])
+    results = table("perplexity", a={32: a, 64: 0.8 * a}, b={32: b, 64: 0.64 * b})
+    from_32 = {"of": side("a"), "than": side("b"), "relative_to": {"length": 32}}
+    for by, p in ((24.9, 0.0), (25.1, 1.0)):
+        found = one(results, claim="above", by=by, **from_32)
+        assert found.change == pytest.approx(25) and found.p == pytest.approx(p, abs=1e-6)
+    assert one(results, claim="differs", of=side("a"), than=side("b")).p > 0.05
+    said = "perplexity relative to that at 32: a at 64 is above b at 64"
+    assert one(results, claim="above", **from_32).claim == said
+    shares = table("exact", a={32: a / 10, 64: a / 10 + 0.1}, b={32: b / 10, 64: b / 10})
+    assert one(shares, claim="above", metric="exact", **from_32).change == pytest.approx(10)
+
+
+def test_a_seed_without_its_reference_does_not_count():
+    values = {32: [2.0, 2.0], 64: [1.0, 1.1, 9.0]}
+    results = table("perplexity", a=values, b={32: [2.0, 2.0, 2.0], 64: [2.0, 2.1, 2.2]})
+    claim = {"claim": "below", "of": side("a"), "than": side("b")}
+    assert one(results, **claim).seeds == 3
+    assert one(results, **claim, relative_to={"length": 32}).seeds == 2
+
+
 @pytest.mark.parametrize("claim", ["below", "above"])
 def test_shares_of_right_answers_differ_by_points(claim):
     sign = -1 if claim == "below" else 1

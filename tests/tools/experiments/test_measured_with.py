@@ -178,6 +178,22 @@ def test_nothing_is_a_hundred_percent_below(tmp_path, capsys):
     assert "endpoints.P: by: nothing is 100% below" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("start", "text"),
+    [
+        ({"length": 8}, "P: length: 8 is not in this grid; known: 16, 32"),
+        ({"size": 8}, "P: size: no axis; known: embedding, length"),
+        ({"length": 32}, "P: relative_to: is `of` itself"),
+    ],
+)
+def test_faults_of_a_reference(tmp_path, capsys, start, text):
+    claim = {"claim": "below", "of": {"embedding": "kerple_log", "length": 32}}
+    endpoints = {"P": claim | {"than": {"embedding": "rotary"}, "relative_to": start}}
+    with pytest.raises(SystemExit):
+        sweep.main([str(write_grid(tmp_path, "unread", endpoints=endpoints)), "--list"])
+    assert text in capsys.readouterr().err
+
+
 def test_a_table_says_which_curves_it_leaves_out(grid):
     suite = grid.parent / "runs" / "kerple_log-1" / "suite"
     suite.mkdir()
