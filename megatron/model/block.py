@@ -69,6 +69,9 @@ class SelfAttention(nn.Module):
         mark_fused(self.query_key_value.weight, (shape.group * E, E, E))
         self.qk_layernorm = BlockNorm(shape, tp, by_head=True) if shape.qk_norm else None
         self.dense = RowLinear(hidden, hidden, tp, bias=bias, numerics=shape.numerics)
+        # Context parallelism needs a multiple of `cp.size` key heads.
+        key_heads = shape.num_heads // shape.group // tp.size
+        self.copies = self.cp.size // math.gcd(key_heads, self.cp.size)
         self.gate = ColumnLinear(hidden, shape.num_heads, tp) if self.pos.has("gate") else None
 
     def forward(
@@ -122,12 +125,14 @@ class SelfAttention(nn.Module):
         """Return q [B, H, T, E], k and v [B, K, T, E] for all positions and this rank's heads.
 
         B is the batch size, H the number of query heads, K the number of key heads, T the number of
-        positions, and E the head size. If queries and keys are normed, K equals H.
+        positions, and E the head size. If queries and keys are normed, K equals H. If there are
+        fewer key heads than context-parallel ranks, several ranks hold copies of a key head.
         """
         shape, qkv_BTW = self.shape, self.query_key_value(x_BTD)
-        qkv_BKTW = by_key_heads(qkv_BTW, shape.group, shape.head_size, self.qk_layernorm)
+        size, group = shape.head_size, shape.group
+        qkv_BKTW = by_key_heads(qkv_BTW, group, size, self.qk_layernorm, copies=self.copies)
         # Now fewer heads, all positions.
-        return divide_heads(all_to_all(qkv_BKTW, self.cp, split=1, join=2), shape.head_size)
+        return divide_heads(all_to_all(qkv_BKTW, self.cp, split=1, join=2), size)
 
     def _decay(self, x_BTD: torch.Tensor) -> torch.Tensor | None:
         """Return the forget gates' decay [B, H, T] for all positions and this rank's heads.

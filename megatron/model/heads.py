@@ -16,24 +16,36 @@ from torch import Tensor
 
 
 def by_key_heads(
-    qkv_BTW: Tensor, group: int, size: int, norm: Callable[[Tensor], Tensor] | None = None
+    qkv_BTW: Tensor,
+    group: int,
+    size: int,
+    norm: Callable[[Tensor], Tensor] | None = None,
+    *,
+    copies: int = 1,
 ) -> Tensor:
     """Divide the output of the projection `query_key_value` into key heads.
 
-    Return [batch, key heads, positions, (group + 2) * size].
+    Return [batch, key heads * copies, positions, (group / copies + 2) * size].
 
     Args:
         group: The number of query heads that share a key head.
         size: The head size.
         norm: A function that normalises queries or keys [batch, positions, query heads, size], or
-            None. With a norm, each query head gets its own copy of its key head, as in gpt-neox.
-            The result is then [batch, query heads, positions, 3 * size].
+            None. With a norm, each query head gets its own copy of its key head, as in gpt-neox:
+            `copies` is `group`.
+        copies: The number of copies of each key head, which divides `group`. Each copy comes with
+            the next `group / copies` query heads. The gradient of a key head is the sum over its
+            copies.
     """
     qkv = qkv_BTW.unflatten(-1, (-1, group + 2, size))
-    if norm is not None:
+    copies = copies if norm is None else group
+    if norm is not None or copies > 1:
         q, *kv = qkv.split([group, 1, 1], dim=3)
-        q, k, v = (x.expand_as(q).flatten(2, 3) for x in (q, *kv))
-        qkv = torch.stack((norm(q), norm(k), v), dim=3)
+        each = (q, *(x.expand(-1, -1, -1, copies, -1) for x in kv))
+        q, k, v = (x.unflatten(3, (copies, -1)).flatten(2, 3) for x in each)
+        if norm is not None:
+            q, k = (norm(x.squeeze(3)).unsqueeze(3) for x in (q, k))
+        qkv = torch.cat((q, k, v), dim=3)
     return qkv.flatten(3).transpose(1, 2)
 
 

@@ -47,16 +47,10 @@ def test_wrong_values(problems: Callable, text: str, says: str) -> None:
     assert any(says in line for line in lines), lines
 
 
-@pytest.mark.parametrize(
-    ("degrees", "world", "says"),
-    [
-        ("model_parallel_size: 2", 2, "model_parallel_size 2 does not divide 1, and a key head"),
-        ("context_parallel_size: 2", 2, "x context_parallel_size 2 does not divide 1"),
-    ],
-)
-def test_a_key_head_stays_on_one_rank(problems: Callable, degrees, world, says) -> None:
-    (line,) = problems(f"num_kv_heads: 1\n{degrees}", world_size=world)
-    assert says in line and "write num_kv_heads: 2, or smaller degrees" in line
+def test_the_weights_of_a_key_head_stay_on_one_rank(problems: Callable) -> None:
+    (line,) = problems("num_kv_heads: 1\nmodel_parallel_size: 2", world_size=2)
+    assert "model_parallel_size 2 does not divide 1, and the weights of a key head" in line
+    assert "write num_kv_heads: 2, or a smaller model_parallel_size" in line
 
 
 def test_scaled_angles_are_read_and_written_back(load: Callable, tmp_path) -> None:

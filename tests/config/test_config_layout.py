@@ -17,6 +17,8 @@ import pytest
         ("model_parallel_size: 4\nactivation: geglu\nhidden_size: 48", 4, 1),
         ("model_parallel_size: 4\nactivation: geglu\nmlp_multiple_of: 4", 4, 1),
         ("context_parallel_size: 2\nmodel_parallel_size: 2\nsequence_parallel: true", 8, 2),
+        ("context_parallel_size: 4\nnum_kv_heads: 1", 8, 2),  # ranks hold copies of a key head
+        ("context_parallel_size: 2\nmodel_parallel_size: 2\nnum_kv_heads: 2", 4, 1),
         ("sequence_parallel: true", 1, 1),  # one rank has all positions
     ],
 )

@@ -105,6 +105,11 @@ LLAMA = {
 """The keys of the model that a cell's `pos` calls `llama`. The script has no such cells."""
 DOCUMENTS = {"reset_attention_mask": True, "reset_position_ids": True}
 MODELS = {
+    "grouped": {
+        "pos_emb": "kerple_log + forget_gate",
+        "num_attention_heads": 8,
+        "num_kv_heads": 2,
+    },
     "cross": DOCUMENTS
     | {"pos_emb": "rotary + kerple_log + forget_gate", "sliding_window_width": 9},
     "layers": DOCUMENTS
@@ -113,7 +118,7 @@ MODELS = {
         "sliding_window_width": [[[3, "none"], "all"]],
     },
 }
-"""The config keys of values of `pos` that are no embedding's name."""
+"""The config keys of values of `pos` that are no embedding's name. The script has no `grouped`."""
 
 
 def all_cells(ranks: int, largest: int = 8) -> list[Cell]:

@@ -31,6 +31,8 @@ CELLS += [
     Cell(tp=2, pp=2, dp=1, zero=1, dtype="fp32", pos="llama", tied=False, sp=True),
     Cell(tp=2, pp=1, dp=1, zero=3, dtype="fp32", pos="llama", tied=False, cp=2),
 ]
+# More context-parallel ranks than key heads.
+CELLS += [Cell(tp=2, pp=1, dp=1, zero=3, dtype="fp32", pos="grouped", tied=True, sp=True, cp=2)]
 
 
 @pytest.fixture(scope="module")

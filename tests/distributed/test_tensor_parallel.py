@@ -42,6 +42,7 @@ LLAMA = {
 VARIANTS = {
     "plain": {},
     "llama": {"pos": "rotary", "tied": False, "block": LLAMA},
+    "llama, two key heads": {"pos": "rotary", "block": LLAMA | {"num_kv_heads": 2}},
     "llama, q and k normed": {"pos": "rotary", "block": LLAMA | {"qk_norm": True}},
     "layernorm of q and k": {"block": {"qk_norm": True}},
     "scalenorm of q and k": {"block": {"qk_norm": True, "norm": "scalenorm"}},

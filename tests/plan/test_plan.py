@@ -115,6 +115,16 @@ def test_sent_bytes():
     assert sent["tensor"] == pytest.approx((4 * 4 + 2) * x, rel=0.02)
 
 
+def test_copies_of_key_heads_are_sent():
+    """With 12 heads and two key heads, each of four context-parallel ranks gets a copy of one."""
+    config = config_of("context_parallel_size=4", "num_kv_heads=2", "precision=fp16", gpus=4)
+    row = 64 * 2 * 4 * 512 / 4  # bytes of one head, of the positions of one rank
+    exchanged = (12 + 2 * 4) * row + 12 * row  # queries, copies of keys and values; outputs
+    sent = measured_step(config, 50257, 0).sent["context"]
+    # The losses, fp32, are gathered and their gradients scattered
+    assert sent == 3 / 4 * (2 * 4 * exchanged + 2 * 4 * 4 * 512)
+
+
 def test_memory_by_zero_stage():
     """ZeRO divides optimizer, gradients and weights, in this order."""
 

@@ -83,19 +83,17 @@ def _mlp_width(ranks: int, activation: str, intermediate: int, multiple: int) ->
         return "model_parallel_size", f"{text}; write mlp_multiple_of: {math.lcm(multiple, ranks)}"
 
 
-@relation("num_kv_heads", "num_attention_heads", "model_parallel_size", "context_parallel_size")
-def _key_heads(key_heads: int, heads: int, tensor: int, context: int) -> Found | None:
-    ranks = tensor * context
+@relation("num_kv_heads", "num_attention_heads", "model_parallel_size")
+def _key_heads(key_heads: int, heads: int, ranks: int) -> Found | None:
     if heads % key_heads:
         text = f"{key_heads} does not divide num_attention_heads {heads}"
         return "num_kv_heads", f"{text}; write a divisor of {heads}"
     if key_heads % ranks and heads % ranks == 0:
-        degrees = f"model_parallel_size {tensor}"
-        degrees += f" x context_parallel_size {context}" if context > 1 else ""
         return (
             "num_kv_heads",
-            f"{degrees} does not divide {key_heads}, and a key head is not shared by several "
-            f"processes; write num_kv_heads: {math.lcm(key_heads, ranks)}, or smaller degrees",
+            f"model_parallel_size {ranks} does not divide {key_heads}, and the weights of a key "
+            f"head are not shared by several processes; write num_kv_heads: "
+            f"{math.lcm(key_heads, ranks)}, or a smaller model_parallel_size",
         )
 
 
