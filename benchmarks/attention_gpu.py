@@ -91,11 +91,7 @@ def run(args: argparse.Namespace) -> None:
     write(report, args.out)
     total, done = sum(len(group.names) for group in groups), 0
     for number, group in enumerate(groups):
-        tidy(device)
-        published_constants.cache_clear()
-        flex.causal_mask.cache_clear()
-        if number:  # the first group's size is that of `accuracy`: compiled already
-            torch._dynamo.reset()
+        forget(device, compiled=number > 0)  # `accuracy` has compiled the first group's size
         measure(group, number, args, dtype, clock, deadline, report)
         done += len(group.names)
         write(report, args.out)
@@ -107,6 +103,15 @@ def run(args: argparse.Namespace) -> None:
             flush=True,
         )
     print((args.out / "attention_gpu.md").read_text())
+
+
+def forget(device: torch.device, compiled: bool = True) -> None:
+    """Free what another length left in memory and, if `compiled`, what torch has compiled."""
+    tidy(device)
+    published_constants.cache_clear()
+    flex.causal_mask.cache_clear()
+    if compiled:
+        torch._dynamo.reset()
 
 
 def device_of(args: argparse.Namespace) -> torch.device:
