@@ -62,21 +62,25 @@ class Backend:
         function: Computes the output [batch, heads, queries, head size] of a call that
             `call.lowered` has simplified. In such a call, the last key is at the last query's
             position. Of the call's embedding `pos`, the function computes only the distance kernel
-            and, if `tempers` returned true, the temperature.
+            and, if `tempers` returned true, the temperature. If the call has `return_lse`, the
+            function returns (output, lse). `lse` is the natural logarithm of each softmax's
+            denominator, [batch, heads, queries] in at least fp32.
         refusal: Returns why the backend does not serve a request, or None if it serves the request.
         remark: Returns a text for the log about a request that the backend serves. The text may be
             empty.
         grouped: Whether k and v may have fewer heads than q.
+        gives_lse: Whether the function serves calls with `return_lse`.
         tempers: Returns whether the backend itself multiplies the scores by the embedding's
             temperature, a factor that depends on the query's position. Otherwise, `call.lowered`
             multiplies q by the temperature.
     """
 
     name: str
-    function: Callable[[Call], Tensor]
+    function: Callable[[Call], Any]
     refusal: Callable[[Request], str | None] = lambda request: None
     remark: Callable[[Request], str] = lambda request: ""
     grouped: bool = False
+    gives_lse: bool = False
     tempers: Callable[[PositionalEmbedding], bool] = lambda pos: False
 
 
@@ -140,10 +144,10 @@ def first_order(backward: Callable[..., tuple]) -> Callable[..., tuple]:
     `once_differentiable` raises no error and treats the gradients of the inputs as constants.
     """
 
-    def marked(ctx: Any, grad: Tensor) -> tuple:
+    def marked(ctx: Any, *grads: Tensor | None) -> tuple:
         if not torch.is_grad_enabled():  # the usual case, without create_graph
-            return backward(ctx, grad)
-        return _NoSecondDerivative.apply(lambda: backward(ctx, grad), grad, *ctx.saved_tensors)
+            return backward(ctx, *grads)
+        return _NoSecondDerivative.apply(lambda: backward(ctx, *grads), *grads, *ctx.saved_tensors)
 
     return marked
 
@@ -155,6 +159,11 @@ def check(call: Call) -> None:
         AttentionError: Shapes, dtypes or devices do not fit together, or a number is out of range.
     """
     check_qkv(call.q_BHTE, call.k_BKSE, call.v_BKSE)
+    check_terms(call)
+
+
+def check_terms(call: Call) -> None:
+    """Raise `AttentionError` if an input beside q, k and v is invalid or does not fit them."""
     q_BHTE, k_BKSE, v_BKSE, theta_HN = call.q_BHTE, call.k_BKSE, call.v_BKSE, call.theta_HN
     batch, heads, queries, _ = q_BHTE.shape
     keys = k_BKSE.shape[2]
@@ -168,6 +177,10 @@ def check(call: Call) -> None:
     if not call.scale > 0.0:
         raise AttentionError(f"scale must be above 0, not {call.scale}")
     first = call.query_offset
+    if not isinstance(first, int):
+        raise AttentionError(
+            f"query_offset must be one whole number for all sequences, not {type(first).__name__}"
+        )
     if first < 0 or first + queries > keys:
         raise AttentionError(
             f"queries at positions {first} ... {first + queries - 1} need their own keys, but "
@@ -189,7 +202,8 @@ def check(call: Call) -> None:
         raise AttentionError(f"{call.pos.name} needs decay_BHS, which its layer computes")
     if call.starts_BS is not None and call.starts_BS.dtype not in (torch.int32, torch.int64):
         raise AttentionError(f"starts_BS must be int32 or int64, not {call.starts_BS.dtype}")
-    if call.window is not None and not (isinstance(call.window, int) and call.window >= 0):
+    whole = isinstance(call.window, int) and not isinstance(call.window, bool)
+    if call.window is not None and not (whole and call.window >= 0):
         raise AttentionError(f"window must be a whole number, 0 or more, not {call.window}")
     if call.has_kernel or call.pos.parameters:
         expected = (heads, len(call.pos.parameters))

@@ -7,18 +7,18 @@
 
 Here dX, dV and so on are the gradients of the loss with respect to X, V and so on. b and w are the
 bias and the factor of a distance kernel, which depend on the query-key distance d.
-`decay_and_sink` has the formulas of the decay and the sink.
+`tiled.decay_and_sink` has the formulas of the decay and the sink.
 
 This backend is pure torch and written for CPUs. Nearly all of its time is spent in matrix products,
 and the scores of keys after a block's last query are never computed. The embedding's formula
 computes b and w before the call, as vectors over distances in at least fp32. Therefore autograd
 propagates db and dw to the kernel's parameters. If b also depends on the query's position, it is
-computed tile by tile (`row_bias`). The order of queries is reversed (`toeplitz` gives the reason).
-With a window, b is -inf at distances longer than the window. A block skips keys that none of its
-queries sees because of the window, or because the keys are in an earlier document.
+computed tile by tile (`tiled.row_bias`). The order of queries is reversed (`tiled.toeplitz` gives
+the reason). With a window, b is -inf at distances longer than the window. A block skips keys that
+none of its queries sees because of the window, or because the keys are in an earlier document.
 
 In addition to the results, memory is needed for contiguous copies of the inputs and for buffers of
-the size of one tile's scores (see `tiles`). The forward pass needs one such buffer, and the
+the size of one tile's scores (see `tiled.tiles`). The forward pass needs one such buffer, and the
 backward pass needs two. With a factor w or with dropout, the forward pass needs one more. The
 backward pass needs one more for w, and one more for dropout or a sink. For long sequences, the
 backward pass computes P again. For short sequences, P is hardly larger than the inputs. P is then
@@ -42,13 +42,13 @@ from torch.compiler import is_compiling
 
 from megatron.attention import operations
 from megatron.attention.backend import Backend, first_order, wants_gradients
-from megatron.attention.blocked_call import BlockedCall
 from megatron.attention.call import Call
 from megatron.attention.eager import eager
-from megatron.attention.row_bias import RowBias
+from megatron.attention.tiled.blocked_call import BlockedCall
+from megatron.attention.tiled.row_bias import RowBias
 
 
-def blocked(call: Call) -> Tensor:
+def blocked(call: Call) -> Any:
     """Compute the attention output of `call`; see `choice.AttentionFn.__call__`."""
     q_BHTE, k_BHSE, v_BHSE = call.q_BHTE, call.k_BKSE, call.v_BKSE
     if q_BHTE.shape[2] == 1 and not wants_gradients(call) and not call.dropout_p:
@@ -83,20 +83,21 @@ def blocked(call: Call) -> Tensor:
         # without keeping P, whose size may depend on where documents start
         return operations.blocked(*inputs, *numbers)
     run = _outside_of_graphs if is_compiling() else _run
-    return run((*inputs, theta_HN, positions_BT), (*numbers, call.pos))
+    return run((*inputs, theta_HN, positions_BT), (*numbers, call.pos, call.return_lse))
 
 
-def _run(inputs: tuple[Tensor | None, ...], others: tuple) -> Tensor:
-    """Compute the attention output.
+def _run(inputs: tuple[Tensor | None, ...], others: tuple) -> Any:
+    """Compute the attention output, and `lse` if asked for.
 
     Args:
         inputs: The tensor arguments of `BlockedCall` in order, then theta_HN and positions_BT. The
             last two are None unless the bias depends on the query's position.
-        others: The numeric arguments of `BlockedCall` in order, then the embedding.
+        others: The numeric arguments of `BlockedCall` in order, then the embedding and whether
+            `lse` is asked for.
     """
     if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs):
         return _BlockedAttention.apply(*inputs, *others)
-    return _call(inputs, others).forward(None)
+    return _call(inputs, others).forward(None, return_lse=others[-1])
 
 
 # As `torch.compiler.disable`, which would import the compiler now. This does so when it is called.
@@ -106,7 +107,7 @@ _outside_of_graphs = torch._disable_dynamo(_run)  # pyright: ignore[reportPrivat
 def _call(inputs: Sequence[Any], others: Sequence[Any]) -> BlockedCall:
     """Return the `BlockedCall` for the arguments of `_run`."""
     *inputs, theta_HN, positions_BT = inputs
-    *numbers, pos = others
+    *numbers, pos, _ = others
     row_bias = None
     if theta_HN is not None:
         row_bias = RowBias(pos, theta_HN, positions_BT, inputs[1].shape[2])
@@ -121,22 +122,25 @@ class _BlockedAttention(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, *arguments: Any) -> Tensor:
-        """Compute the attention output. `arguments` are `(*inputs, *others)` of `_run`."""
+    def forward(ctx: Any, *arguments: Any) -> Any:
+        """Compute what `_run` returns. `arguments` are its `(*inputs, *others)`."""
         inputs, ctx.others = arguments[:11], arguments[11:]
         call = _call(inputs, ctx.others)
         kept = call.new_kept()
         ctx.save_for_backward(*inputs, kept)
-        return call.forward(kept)
+        return call.forward(kept, return_lse=ctx.others[-1])
 
     @staticmethod
     @first_order
-    def backward(ctx: Any, grad_BHTE: Tensor) -> tuple:
+    def backward(ctx: Any, grad_BHTE: Tensor, dlse_BHT: Tensor | None = None) -> tuple:
         *inputs, kept = ctx.saved_tensors
-        *gradients, dtheta_HN = _call(inputs, ctx.others).backward(
+        call = _call(inputs, ctx.others)
+        if dlse_BHT is not None:
+            call.dlse_NT = dlse_BHT.flatten(0, 1).flip(1)
+        *gradients, dtheta_HN = call.backward(
             grad_BHTE, kept, need_bias=ctx.needs_input_grad[3], need_weight=ctx.needs_input_grad[4]
         )
         return *gradients, None, None, dtheta_HN, *[None] * (1 + len(ctx.others))
 
 
-BACKEND = Backend("blocked", blocked, remark=lambda request: "no quadratic buffer")
+BACKEND = Backend("blocked", blocked, remark=lambda request: "no quadratic buffer", gives_lse=True)

@@ -19,7 +19,10 @@ from megatron.positional.base import PositionalEmbedding
 
 @dataclass(frozen=True)
 class Call:
-    """The inputs of one attention call. `choice.AttentionFn.__call__` describes each of them."""
+    """The inputs of one attention call. `choice.AttentionFn.__call__` describes each of them.
+
+    `backend.Backend.function` describes `return_lse`.
+    """
 
     q_BHTE: Tensor
     k_BKSE: Tensor
@@ -35,6 +38,7 @@ class Call:
     window: int | None = None
     positions_BT: Tensor | None = None
     sink_H: Tensor | None = None
+    return_lse: bool = False
 
     @property
     def has_kernel(self) -> bool:
@@ -182,7 +186,12 @@ def starts_from_ids(ids_BS: Tensor) -> Tensor:
 
     Args:
         ids_BS: A number for each token. Neighbours with equal numbers belong to one document.
+
+    Raises:
+        ValueError: `ids_BS` is not [batch, tokens].
     """
+    if ids_BS.dim() != 2:
+        raise ValueError(f"ids must be [batch, tokens], not {list(ids_BS.shape)}: write ids[None]")
     return _starts(ids_BS[:, 1:] != ids_BS[:, :-1])
 
 

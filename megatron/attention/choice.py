@@ -35,11 +35,12 @@ from megatron.attention.backend import (
     wants_gradients,
 )
 from megatron.attention.call import Call, lowered
+from megatron.attention.contained import contained
 from megatron.attention.eager import eager
 from megatron.positional import PositionalEmbedding
 from megatron.suggest import did_you_mean
 
-BACKENDS = {"eager": Backend("eager", eager)}
+BACKENDS = {"eager": Backend("eager", eager, gives_lse=True)}
 BACKENDS |= {module.BACKEND.name: module.BACKEND for module in (blocked, fused, sdpa, flex)}
 AUTO = {"cuda": ("fused", "blocked", "eager"), "cpu": ("blocked", "eager")}
 """The backends that `auto` tries on each device, in order, until one serves the request."""
@@ -245,11 +246,22 @@ def name_of_choice(pos: PositionalEmbedding, backend: str, **conditions: Any) ->
     return choose(backend, pos, **conditions).name
 
 
-def computed(backend: Backend, call: Call) -> Tensor:
-    """Return the attention output of a call that has been checked."""
+def computed(backend: Backend, call: Call) -> Any:
+    """Return the attention output of a call that has been checked; see `Backend.function`.
+
+    Raises:
+        AttentionError: The call asks for `lse`, which the backend does not return.
+    """
     device = call.q_BHTE.device.type
     if call.q_BHTE.shape[0] == 0:  # a kernel with nothing to do cannot be launched
         backend = BACKENDS["eager"]
-    with torch.autocast("cpu" if device == "meta" else device, enabled=False):
+    if call.return_lse and not backend.gives_lse:
+        able = ", ".join(name for name, other in BACKENDS.items() if other.gives_lse)
+        raise AttentionError(f"attention_backend {backend.name} returns no lse; use auto, {able}")
+
+    def run(call: Call) -> Any:
         tempered = call.pos.has("temperature") and backend.tempers(call.pos)
         return backend.function(lowered(call, grouped=backend.grouped, tempered=tempered))
+
+    with torch.autocast("cpu" if device == "meta" else device, enabled=False):
+        return run(call) if backend is fused.BACKEND else contained(run, call)

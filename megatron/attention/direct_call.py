@@ -2,6 +2,7 @@
 
 The model calls `AttentionFn`, which checks shapes and dtypes once. `attend` also looks at values:
 document starts in each call on a CPU, and the formula and theta at the first call of an embedding.
+Under `torch.compile` it looks at the formula alone, with initial values of theta.
 
 Legend: see `choice`.
 """
@@ -9,20 +10,26 @@ Legend: see `choice`.
 from __future__ import annotations
 
 import os
+from dataclasses import replace
+from functools import partial
+from operator import index
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron.attention.backend import AttentionError, check, check_qkv
+from megatron.attention.backend import AttentionError, check_qkv, check_terms
 from megatron.attention.call import Call
 from megatron.attention.choice import computed, conditions, name_of_choice, named
-from megatron.attention.formulas.trace import PROBES, parts_of
+from megatron.attention.contained import has_values, is_transformed
+from megatron.attention.formula_check import check_embedding, check_initial_formulas
 from megatron.positional import PositionalEmbedding
 
 DEBUG = "KERPLE_DEBUG"
 """The environment variable with which document starts are also checked on GPUs."""
-_CHECKED: set[PositionalEmbedding] = set()
+# As `torch.compiler.disable`, which would import the compiler now. This does so when it is called.
+_outside_of_graphs = torch._disable_dynamo(computed)  # pyright: ignore[reportPrivateImportUsage]
 
 
 def attend(
@@ -40,7 +47,8 @@ def attend(
     positions_BT: Tensor | None = None,
     decay_BHS: Tensor | None = None,
     backend: str = "auto",
-) -> Tensor:
+    return_lse: bool = False,
+) -> Any:
     """Return causal attention [batch, heads, queries, head size of v] in q's dtype.
 
     The arguments that are not listed here are those of `AttentionFn.__call__`. In contrast to that
@@ -54,6 +62,8 @@ def attend(
             as keys.
         starts_BS: The position of the first token of each token's document; see `starts_from_ids`.
         backend: The name of the backend, as in the config key `attention_backend`.
+        return_lse: Whether to return (out, lse). `lse` [batch, heads, queries] is the natural
+            logarithm of each softmax's denominator, in at least fp32 and differentiable.
 
     Raises:
         AttentionError: The inputs do not fit together, or the backend does not serve them.
@@ -65,26 +75,28 @@ def attend(
         )
     q_BHTE, k_BKSE, v_BKSE = _of_one_dtype(q_BHTE, k_BKSE, v_BKSE)
     size, value_size = q_BHTE.shape[-1], v_BKSE.shape[-1]
-    if value_size < size:
-        v_BKSE = F.pad(v_BKSE, (0, size - value_size))
+    v_BKSE = _padded(v_BKSE, size)
     check_qkv(q_BHTE, k_BKSE, v_BKSE[..., :size])
-    if query_offset is None:
-        query_offset = _only_alignment(q_BHTE.shape[2], k_BKSE.shape[2])
-    if pos.has("rotary"):
-        q_BHTE, k_BKSE = _rotated(pos, q_BHTE, k_BKSE, query_offset, positions_BT)
-    if value_size > size:
-        q_BHTE, k_BKSE = (F.pad(x, (0, value_size - size)) for x in (q_BHTE, k_BKSE))
     call = Call(
         q_BHTE, k_BKSE, v_BKSE, pos, theta_HN, scale=scale or size**-0.5, dropout_p=dropout_p,
-        query_offset=query_offset, decay_BHS=decay_BHS, starts_BS=starts_BS, window=window,
-        positions_BT=positions_BT,
+        query_offset=_offset(query_offset, q_BHTE.shape[2], k_BKSE.shape[2]), window=window,
+        decay_BHS=decay_BHS, starts_BS=starts_BS, positions_BT=positions_BT, return_lse=return_lse,
     )  # fmt: skip
+    check_terms(call)
+    q_BHTE, k_BKSE = (_padded(x, value_size) for x in _rotated(call))
+    call = replace(call, q_BHTE=q_BHTE, k_BKSE=k_BKSE)
     name = name_of_choice(pos, _serving_transforms(backend), **conditions(call))
-    check(call)
-    if _has_values(call.q_BHTE):
-        _check_values(call)
-    out_BHTE = computed(named(name, pos), call)
-    return out_BHTE[..., :value_size] if value_size < size else out_BHTE
+    _check_values(call)
+    breaks = return_lse and torch.compiler.is_compiling()
+    found = (_outside_of_graphs if breaks else computed)(named(name, pos), call)
+    if value_size >= size:
+        return found
+    return (found[0][..., :value_size], found[1]) if return_lse else found[..., :value_size]
+
+
+def _padded(x: Tensor, size: int) -> Tensor:
+    """Return `x`, with zeros appended to its last dimension if it is shorter than `size`."""
+    return F.pad(x, (0, size - x.shape[-1])) if x.shape[-1] < size else x
 
 
 def _of_one_dtype(*qkv: Tensor) -> tuple[Tensor, ...]:
@@ -104,12 +116,14 @@ def _of_one_dtype(*qkv: Tensor) -> tuple[Tensor, ...]:
     return qkv
 
 
-def _only_alignment(queries: int, keys: int) -> int:
-    """Return 0, the position of the first query if there are as many queries as keys.
+def _offset(query_offset: int | None, queries: int, keys: int) -> int:
+    """Return `query_offset`, or 0 if it is None and there are as many queries as keys.
 
     Raises:
-        AttentionError: There are fewer queries than keys, so their positions are not known.
+        AttentionError: It is None and there are fewer queries, so their positions are not known.
     """
+    if query_offset is not None:
+        return query_offset
     if queries > keys:
         raise AttentionError(f"{queries} queries, but only {keys} keys: each query needs its own")
     if queries != keys:
@@ -122,18 +136,20 @@ def _only_alignment(queries: int, keys: int) -> int:
     return 0
 
 
-def _rotated(
-    pos: PositionalEmbedding,
-    q_BHTE: Tensor,
-    k_BKSE: Tensor,
-    query_offset: int,
-    positions_BT: Tensor | None,
-) -> tuple[Tensor, Tensor]:
-    """Return q and k, rotated by their positions."""
-    queries, keys = q_BHTE.shape[2], k_BKSE.shape[2]
-    key_positions = torch.arange(keys, device=q_BHTE.device)[None]
+def _rotated(call: Call) -> tuple[Tensor, Tensor]:
+    """Return q and k, rotated by their positions if the embedding has a rotary term."""
+    pos, first, queries, keys = (
+        call.pos,
+        call.query_offset,
+        call.q_BHTE.shape[2],
+        call.k_BKSE.shape[2],
+    )
+    if not pos.has("rotary"):
+        return call.q_BHTE, call.k_BKSE
+    key_positions = torch.arange(keys, device=call.q_BHTE.device)[None]
+    positions_BT = call.positions_BT
     if positions_BT is None:
-        positions_BT = key_positions[:, query_offset : query_offset + queries]
+        positions_BT = key_positions[:, first : first + queries]
     elif queries == keys:
         key_positions = positions_BT
     else:
@@ -141,18 +157,8 @@ def _rotated(
             f"{pos.name}: positions_BT gives no positions of keys; rotate q and k by pos.turn, and "
             "give attend an embedding without rotary"
         )
-    return pos.turn(q_BHTE, positions_BT, None, 1e4), pos.turn(k_BKSE, key_positions, None, 1e4)
-
-
-def _has_values(x: Tensor) -> bool:
-    """Return whether `x` holds real numbers: no compilation and no transformation is tracing it."""
-    return not (torch.compiler.is_compiling() or _is_transformed() or x.is_meta)
-
-
-def _is_transformed() -> bool:
-    """Return whether torch.func is transforming the caller (`grad`, `vmap` and so on)."""
-    functorch = torch._C._functorch  # pyright: ignore[reportAttributeAccessIssue]
-    return functorch.peek_interpreter_stack() is not None
+    turn = partial(pos.turn, rotary_ndims=None, base=1e4)
+    return turn(call.q_BHTE, positions_BT), turn(call.k_BKSE, key_positions)
 
 
 def _serving_transforms(backend: str) -> str:
@@ -161,7 +167,7 @@ def _serving_transforms(backend: str) -> str:
     Raises:
         AttentionError: The backend does not work under such a transformation.
     """
-    if torch.compiler.is_compiling() or backend == "eager" or not _is_transformed():
+    if torch.compiler.is_compiling() or backend == "eager" or not is_transformed():
         return backend
     if backend != "auto":
         raise AttentionError(f"{backend} does not work in torch.func; use eager, or auto")
@@ -170,16 +176,14 @@ def _serving_transforms(backend: str) -> str:
 
 def _check_values(call: Call) -> None:
     """Check document starts and, at the first call of an embedding, its formula and theta."""
-    on_cpu = call.q_BHTE.device.type == "cpu"
-    if call.starts_BS is not None and (on_cpu or os.environ.get(DEBUG)):
+    if torch.compiler.is_compiling():
+        check_initial_formulas(call.pos, index(call.q_BHTE.shape[1]))
+    if not has_values(call.q_BHTE):
+        return
+    if call.starts_BS is not None and (call.q_BHTE.device.type == "cpu" or os.environ.get(DEBUG)):
         _check_starts(call.starts_BS)
-    if call.theta_HN is not None and call.pos.parameters and call.pos not in _CHECKED:
-        with torch.inference_mode(False), torch.enable_grad(), torch.device("cpu"):
-            theta_HN = call.theta_HN.detach().cpu()
-            _check_bounds(call.pos, theta_HN)
-            if call.has_kernel:
-                _check_formulas(call.pos, theta_HN.to(torch.float64, copy=True).requires_grad_())
-        _CHECKED.add(call.pos)
+    if call.theta_HN is not None:
+        check_embedding(call.pos, call.theta_HN)
 
 
 def _check_starts(starts_BS: Tensor) -> None:
@@ -196,47 +200,3 @@ def _check_starts(starts_BS: Tensor) -> None:
             "of the first token of a document that holds this token; if these numbers are ids of "
             "documents, write starts_BS=starts_from_ids(ids)"
         )
-
-
-def _check_bounds(pos: PositionalEmbedding, theta_HN: Tensor) -> None:
-    """Raise `AttentionError` if a number in theta is not within its bounds."""
-    for theta_H, parameter in zip(theta_HN.unbind(1), pos.parameters, strict=True):
-        low, high = theta_H.new_tensor([parameter.low, parameter.high])
-        outside_H = ~((theta_H >= low) & (theta_H <= high))
-        if outside_H.any():
-            head = int(outside_H.nonzero()[0])
-            raise AttentionError(
-                f"{pos.name}: theta's column {parameter.name} is {theta_H[head]:g} in head {head}, "
-                f"but must lie in [{parameter.low:g}, {parameter.high:g}]; clamp theta after each "
-                "step by megatron.positional.within_bounds(theta, pos.parameters)"
-            )
-
-
-def _check_formulas(pos: PositionalEmbedding, theta_HN: Tensor) -> None:
-    """Raise `AttentionError` if bias or factor has a wrong shape, or a value or gradient is NaN."""
-    d_1TS = torch.tensor(PROBES, dtype=torch.float64).view(1, 2, -1)
-    i_1TS = d_1TS + 3
-    for method, function in zip(("bias", "weight"), parts_of(pos), strict=True):
-        value_HTS = function(theta_HN, d_1TS, i_1TS)
-        if value_HTS is None:
-            continue
-        shape = (len(theta_HN), *d_1TS.shape)
-        if tuple(value_HTS.shape) != shape:
-            raise AttentionError(
-                f"{pos.name}.{method} has returned the shape {list(value_HTS.shape)} for "
-                f"{len(theta_HN)} heads and distances {list(d_1TS.shape)}, but must return "
-                f"{list(shape)}: the heads first; self.columns(theta_HN, d) gives columns that fit"
-            )
-        for place, distance in enumerate(PROBES):
-            found_H = value_HTS.flatten(1)[:, place]
-            grad_HN = torch.zeros_like(theta_HN)
-            if found_H.requires_grad:
-                (grad_HN,) = torch.autograd.grad(found_H.sum(), theta_HN, retain_graph=True)
-            for what, x in (("value", found_H), ("gradient with respect to theta", grad_HN)):
-                if x.isnan().any():
-                    raise AttentionError(
-                        f"{pos.name}.{method}: its {what} at distance {distance:g} is NaN for "
-                        f"theta {theta_HN[x.isnan().view(len(theta_HN), -1).any(1)][0].tolist()}; "
-                        "torch.where does not help, because the branch that is not taken also has "
-                        "a gradient: change the argument, such as sqrt(x + 1e-9)"
-                    )

@@ -18,6 +18,8 @@ Caution: several tensors of the size of the scores [B, H, T, S] are in memory at
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -25,7 +27,7 @@ from torch import Tensor
 from megatron.attention.call import Call
 
 
-def eager(call: Call) -> Tensor:
+def eager(call: Call) -> Any:
     """Compute the attention output of `call`; see `choice.AttentionFn.__call__`."""
     dtype = torch.promote_types(call.q_BHTE.dtype, torch.float32)
     scores_BHTS = call.scale * (call.q_BHTE.to(dtype) @ call.k_BKSE.to(dtype).mT)
@@ -35,8 +37,8 @@ def eager(call: Call) -> Tensor:
     return attend_by_scores(call, scores_BHTS, theta_HN)
 
 
-def attend_by_scores(call: Call, scores_BHTS: Tensor, theta_HN: Tensor | None) -> Tensor:
-    """Return the attention output, given the scaled query-key products.
+def attend_by_scores(call: Call, scores_BHTS: Tensor, theta_HN: Tensor | None) -> Any:
+    """Return the attention output (and `lse` if asked for), given the scaled query-key products.
 
     Apply the distance kernel, the decay, the mask, the softmax and dropout. Then multiply the
     softmax weights by the values.
@@ -60,6 +62,8 @@ def attend_by_scores(call: Call, scores_BHTS: Tensor, theta_HN: Tensor | None) -
     if (lost_BHTS := call.lost(dtype)) is not None:
         scores_BHTS = scores_BHTS - lost_BHTS
     scores_BHTS = scores_BHTS.masked_fill(call.hidden(distance_TS), -torch.inf)
-    probs_BHTS = torch.softmax(call.with_null_key(scores_BHTS), dim=-1)[..., : len(key_S)]
+    logits_BHTX = call.with_null_key(scores_BHTS)
+    probs_BHTS = torch.softmax(logits_BHTX, dim=-1)[..., : len(key_S)]
     probs_BHTS = F.dropout(probs_BHTS, call.dropout_p)
-    return (probs_BHTS @ call.v_BKSE.to(dtype)).to(call.q_BHTE.dtype)
+    out_BHTE = (probs_BHTS @ call.v_BKSE.to(dtype)).to(call.q_BHTE.dtype)
+    return (out_BHTE, logits_BHTX.logsumexp(-1)) if call.return_lse else out_BHTE

@@ -40,7 +40,7 @@ ScoreMod = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
 w and b are the distance kernel's factor and bias, and d is the query-key distance."""
 
 
-def flex(call: Call) -> Tensor:
+def flex(call: Call) -> Any:
     """Compute the attention output of `call`; see `choice.AttentionFn.__call__`."""
     from torch.nn.attention.flex_attention import AuxRequest
 
@@ -55,7 +55,9 @@ def flex(call: Call) -> Tensor:
     score_mod = score_mod_of(call.pos, theta_HN, keys, offset, positions_BT)
     if decay_BHS is not None:
         score_mod = decayed(score_mod, decay_BHS, offset)
-    options: dict[str, Any] = {} if sink_H is None else {"return_aux": AuxRequest(lse=True)}
+    options: dict[str, Any] = {}
+    if call.return_lse or sink_H is not None:
+        options = {"return_aux": AuxRequest(lse=True)}
     out = function_for(call.q_BHTE.device.type)(
         *inputs,
         score_mod=score_mod,
@@ -65,11 +67,14 @@ def flex(call: Call) -> Tensor:
         kernel_options=kernel_options(call.pos, call.q_BHTE.shape[-1]),
         **options,
     )
-    if sink_H is None:
+    if not options:
         return out
-    out_BHTE, aux = out
-    seen_BHT = torch.sigmoid(aux.lse - sink_H[:, None])  # the weight of all keys but the null key
-    return (out_BHTE * seen_BHT[..., None]).to(out_BHTE.dtype)
+    out_BHTE, lse_BHT = out[0], out[1].lse
+    if sink_H is not None:
+        seen_BHT = torch.sigmoid(lse_BHT - sink_H[:, None])  # the weight of all keys but the null
+        out_BHTE = (out_BHTE * seen_BHT[..., None]).to(out_BHTE.dtype)
+        lse_BHT = lse_BHT.logaddexp(sink_H[:, None])
+    return (out_BHTE, lse_BHT) if call.return_lse else out_BHTE
 
 
 def score_mod_of(
@@ -257,4 +262,4 @@ def remark(request: Request) -> str:
     return "theta's gradient by atomic additions, not repeatable bit for bit"
 
 
-BACKEND = Backend("flex", flex, refusal, remark, grouped=True)
+BACKEND = Backend("flex", flex, refusal, remark, grouped=True, gives_lse=True)

@@ -27,6 +27,7 @@ two.
 from __future__ import annotations
 
 import importlib.util
+import math
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
@@ -114,14 +115,25 @@ def cache_launches(on: bool) -> None:
     compiled_variants.cache_launches(on)
 
 
-def fused(call: Call) -> Tensor:
+def fused(call: Call) -> Any:
     """Compute the attention output of `call`; see `choice.AttentionFn.__call__`."""
     code, tabulated, layer = code_of(call.pos)
     inputs = _inputs(call, tabulated, layer)
     numbers = (call.scale, call.query_offset, call.dropout_p)
     if is_compiling():
         return operations.fused(*inputs, code, *numbers)[0]
-    return _FusedAttention.apply(operations.setting_of(code, *numbers), *inputs)
+    out_BHTE, lse_BHT = _FusedAttention.apply(operations.setting_of(code, *numbers), *inputs)
+    return (out_BHTE, _natural(call, lse_BHT)) if call.return_lse else out_BHTE
+
+
+def _natural(call: Call, lse_BHT: Tensor) -> Tensor:
+    """Return `lse` as a natural logarithm, given the `lse` of the Triton kernels."""
+    lse_BHT = lse_BHT * math.log(2.0)
+    if call.decay_BHS is None:
+        return lse_BHT
+    from megatron.kernels.documents_sink_decay import since_reference
+
+    return lse_BHT + since_reference(call.decay_BHS, call.query_offset)
 
 
 def _inputs(call: Call, tabulated: bool, layer: Columns | None) -> tuple[Tensor | None, ...]:
@@ -185,15 +197,20 @@ class _FusedAttention(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, setting: Setting, *inputs: Any) -> Tensor:
+    def forward(ctx: Any, setting: Setting, *inputs: Any) -> tuple[Tensor, Tensor]:
         out, lse = operations.fused_forward(setting, *inputs)
         ctx.save_for_backward(out, lse, *inputs)
+        ctx.set_materialize_grads(False)
         ctx.setting = setting
-        return out
+        return out, lse
 
     @staticmethod
     @first_order
-    def backward(ctx: Any, grad: Tensor) -> tuple:
+    def backward(ctx: Any, grad: Tensor, grad_lse: Tensor | None) -> tuple:
+        if grad_lse is not None:
+            raise NotImplementedError(
+                "lse has no gradient in the backend fused: use blocked or eager, or lse.detach()"
+            )
         needed, saved = ctx.needs_input_grad[4], ctx.saved_tensors
         return None, *operations.fused_gradients(ctx.setting, needed, grad, *saved), *[None] * 3
 
@@ -240,4 +257,4 @@ def remark(request: Request) -> str:
     return ", ".join([*how, *(["in Triton's slow interpreter"] if INTERPRETED else [])])
 
 
-BACKEND = Backend("fused", fused, refusal, remark, grouped=True, tempers=tempers)
+BACKEND = Backend("fused", fused, refusal, remark, grouped=True, gives_lse=True, tempers=tempers)

@@ -30,7 +30,7 @@ import torch
 from torch import Tensor
 
 from megatron.attention.backend import AttentionError
-from megatron.attention.blocked_call import BlockedCall
+from megatron.attention.tiled.blocked_call import BlockedCall
 
 if TYPE_CHECKING:
     from megatron.kernels.device_functions import DeviceFunctions

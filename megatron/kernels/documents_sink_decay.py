@@ -157,6 +157,16 @@ def null_score(sink_ptr, decay, m0, offset, keys, M: tl.constexpr):
     return y
 
 
+def since_reference(decay_BHS: Tensor, offset: int) -> Tensor:
+    """Return c_i - c_r [batch, heads, queries] in fp32; row r is the reference of query row i.
+
+    `decay_BHS` is the decay c of each position. `offset` is the position of the first query.
+    """
+    c_BHT = decay_BHS[:, :, offset:].double()
+    rows = torch.arange(c_BHT.shape[-1], device=c_BHT.device)
+    return (c_BHT - c_BHT[:, :, rows // BLOCK.value * BLOCK.value]).float()
+
+
 TENSORS = ("first", "end", "sink", "high", "low", "ddecay", "position")
 """The names of the tensors that Triton kernels read or write for these terms."""
 
@@ -246,9 +256,7 @@ class Terms:
             return None, ddecay_BHS
         null_BHT = self.sink_H.float()[:, None]
         if self.decay_BHS is not None:
-            c_BHT = self.decay_BHS[:, :, offset:].double()
-            rows = torch.arange(c_BHT.shape[-1], device=c_BHT.device)
-            null_BHT = null_BHT - (c_BHT - c_BHT[:, :, rows // BLOCK.value * BLOCK.value]).float()
+            null_BHT = null_BHT - since_reference(self.decay_BHS, offset)
         lost_BHT = torch.exp2(null_BHT / math.log(2.0) - lse_BHT) * delta_BHT
         if ddecay_BHS is not None:
             ddecay_BHS[:, :, offset:] += lost_BHT

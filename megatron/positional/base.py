@@ -27,6 +27,7 @@ Legend: H heads, N columns of theta, `d` a tensor of any shape that holds distan
 
 from __future__ import annotations
 
+from inspect import isfunction
 from typing import ClassVar, Literal
 
 import torch
@@ -35,6 +36,7 @@ from torch import Tensor
 from megatron.numerics import WIDE, Numerics
 from megatron.positional.fixed_value import FixedValue
 from megatron.positional.theta_parameter import ThetaParameter
+from megatron.suggest import did_you_mean
 
 Kind = Literal["distance", "temperature", "gate", "sink", "rotary", "input", "none"]
 
@@ -53,7 +55,8 @@ class PositionalError(ValueError):
 class PositionalEmbedding(FixedValue):
     """Base class of all embeddings. A subclass overrides only the methods that its kind uses.
 
-    A subclass that sets no `kind` gets the kind of the method that it overrides (see `KIND_OF`).
+    A subclass that sets no `kind` gets the kind of the method that it overrides (see `KIND_OF`). If
+    it has public methods, but none of these, it is refused: they are probably misspelled.
 
     `bias` and `weight` are pure torch formulas. They are the specification against which every
     attention backend is tested. They never clamp theta, because the training loop clamps theta to
@@ -76,9 +79,18 @@ class PositionalEmbedding(FixedValue):
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
-        overridden: list[Kind] = [kind for method, kind in KIND_OF.items() if method in vars(cls)]
-        if cls.kind == "none" and "kind" not in vars(cls) and overridden:
+        if cls.kind != "none" or "kind" in vars(cls):
+            return
+        own = [x for x, value in vars(cls).items() if x[0] != "_" and isfunction(value)]
+        overridden: list[Kind] = [kind for method, kind in KIND_OF.items() if method in own]
+        if overridden:
             cls.kind = overridden[0]
+        elif unknown := [name for name in own if not hasattr(PositionalEmbedding, name)]:
+            hint = "".join(did_you_mean(name, KIND_OF) for name in unknown)
+            raise PositionalError(
+                f"{cls.__name__} defines {', '.join(unknown)}, which attention never calls; {hint}"
+                f"Override one of {', '.join(KIND_OF)}, or set kind"
+            )
 
     @property
     def terms(self) -> tuple[PositionalEmbedding, ...]:

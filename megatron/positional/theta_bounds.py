@@ -21,6 +21,13 @@ def bounds(parameters: Sequence[ThetaParameter]) -> tuple[Tensor, Tensor]:
 
 
 def within_bounds(theta_HN: Tensor, parameters: Sequence[ThetaParameter]) -> Tensor:
-    """Return theta, in its dtype, with each column clamped to the column's bounds."""
+    """Return theta, in its dtype, with each column clamped to the column's bounds.
+
+    Raises:
+        TypeError: The arguments are of other types.
+    """
+    if not (isinstance(theta_HN, Tensor) and isinstance(parameters, Sequence)):
+        given = f"{type(theta_HN).__name__}, {type(parameters).__name__}"
+        raise TypeError(f"write within_bounds(theta, pos.parameters), not within_bounds({given})")
     pairs = zip(theta_HN.unbind(1), parameters, strict=True)
     return torch.stack([column.clamp(p.low, p.high) for column, p in pairs], dim=1)

@@ -10,7 +10,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron.attention import AttentionError, tiles
+from megatron.attention import AttentionError
+from megatron.attention.tiled import tiles
 from tests.helpers.terms import TERMS, Case, assert_same
 
 PAIRS = [*combinations(TERMS, 2)]

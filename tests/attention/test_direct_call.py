@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-import pickle
 import re
 
 import pytest
@@ -11,10 +9,23 @@ import torch
 import torch.nn.functional as F
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
-from megatron.attention import AttentionError, attend, choose, score_mod_of, starts_from_ids
+from megatron.attention import (
+    AttentionError,
+    attend,
+    choose,
+    direct_call,
+    score_mod_of,
+    starts_from_ids,
+)
+from megatron.attention import backend as backend_module
 from megatron.attention.direct_call import DEBUG
-from megatron.attention.formulas import trace
-from megatron.positional import Combination, PositionalEmbedding, ThetaParameter, load
+from megatron.positional import (
+    Combination,
+    PositionalEmbedding,
+    ThetaParameter,
+    load,
+    within_bounds,
+)
 from tests.helpers.paths import ROOT
 
 KERPLE = load("kerple_log")
@@ -147,59 +158,29 @@ def test_ids_of_documents_are_not_starts(monkeypatch):
     assert DEBUG == "KERPLE_DEBUG"
 
 
-def test_an_embedding_does_not_change():
-    pos = load("rpe")
-    with pytest.raises(AttributeError, match="scale of Rpe cannot change after construction"):
-        pos.scale = 3.0
-    assert pos.changed(distance_scale=2.0).distance_scale == 2.0 and pos.distance_scale == 1.0
+def test_arguments_of_another_kind():
+    q, k, v = inputs(queries=3)
+    theta = KERPLE.initial_theta(4).double()
+    for options, message in (
+        ({"query_offset": torch.tensor([4, 3])}, "query_offset must be one whole number for all"),
+        ({"query_offset": 4.0}, "query_offset must be one whole number .* not float"),
+        ({"query_offset": 4, "window": True}, "window must be a whole number, .* not True"),
+    ):
+        with pytest.raises(AttentionError, match=message):
+            attend(q, k, v, KERPLE, theta, **options)
+    with pytest.raises(ValueError, match=r"ids must be \[batch, tokens\], not \[3\]: write ids"):
+        starts_from_ids(torch.tensor([1, 1, 2]))
+    for given in ((theta, KERPLE), (KERPLE.parameters, theta), (KERPLE, theta)):
+        with pytest.raises(TypeError, match=r"write within_bounds\(theta, pos.parameters\), not"):
+            within_bounds(*given)
 
 
-def test_equal_embeddings_share_what_was_read():
-    trace.read.cache_clear()
-    for _ in range(5):
-        trace.read(Root())
-        trace.read(load("kerple_log + alibi"))
-    assert trace.read.cache_info().misses == 2
-    assert load("rpe", num_buckets=16) != load("rpe") == load("rpe") != load("alibi")
-    assert KERPLE.scaled(2.0) == KERPLE.scaled(2.0) != KERPLE
-    for again in (copy.deepcopy(KERPLE), pickle.loads(pickle.dumps(KERPLE))):
-        assert again == KERPLE and hash(again) == hash(KERPLE)
-
-
-class Bare(Root):
-    """Its gradient at distance 0 is 0 * inf."""
-
-    def bias(self, theta_HN, d):
-        d, a = self.columns(theta_HN, d)
-        return -torch.sqrt(a * d)
-
-
-class Where(Root):
-    def bias(self, theta_HN, d):
-        d, a = self.columns(theta_HN, d)
-        return torch.where(d > 0, -torch.sqrt(a * d), 0.0)
-
-
-class Flat(Root):
-    def bias(self, theta_HN, d):
-        return -theta_HN[:, 0] * d.sum()
-
-
-@pytest.mark.parametrize(
-    "pos, theta, message",
-    [
-        (KERPLE.scaled(0.5), [[0.5, 0.5], [0.5, 0.001]],
-         r"theta's column bias_a is 0.001 in head 1, but must lie in \[0.01, inf\]; clamp"),
-        (KERPLE.scaled(0.25), [[0.5, 0.5], [float("nan"), 1]], "theta's column bias_p is nan in"),
-        (Bare(), [[1.0], [2.0]], r"Bare.bias: its gradient .* at distance 0 is NaN for theta \[1"),
-        (Where(), [[1.0], [2.0]], "torch.where does not help"),
-        (Flat(), [[1.0], [2.0]], r"Flat.bias has returned the shape \[2\] for 2 heads"),
-    ],
-)  # fmt: skip
-def test_the_first_call_checks_formula_and_theta(pos, theta, message):
-    q, k, v = inputs(heads=2, key_heads=1)
-    with pytest.raises(AttentionError, match=message):
-        attend(q, k, v, pos, torch.tensor(theta))
+def test_shapes_are_checked_once(monkeypatch):
+    calls = []
+    for module in (backend_module, direct_call):
+        monkeypatch.setattr(module, "check_qkv", lambda *qkv: calls.append(1))
+    attend(*inputs(), KERPLE, KERPLE.initial_theta(4).double())
+    assert calls == [1]
 
 
 @pytest.mark.parametrize("value_size", [3, 8, 11])
@@ -282,10 +263,19 @@ def test_transforms_of_torch_func():
 def test_the_documented_model_learns():
     """The code of docs/attention.md runs as it stands, and the model copies."""
     page = (ROOT / "docs" / "attention.md").read_text()
-    first, second = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    first, second, third = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
     found: dict = {}
     exec(first, found)
     assert found["theta"].grad.abs().min() > 0
+    exec(third, found)
+    q, k, v, theta, memory_k, memory_v = (
+        found[name].double() for name in ("q", "k", "v", "theta", "memory_k", "memory_v")
+    )
+    p, a = theta.T[:, :, None, None]
+    seen = q @ k.mT / 8 - p * torch.log1p(a * distances(512)) + torch.ones(512, 512).tril().log()
+    logits = torch.cat([q @ memory_k.mT / 8, seen], dim=-1)
+    exact = logits.softmax(-1) @ torch.cat([memory_v, v], dim=2)
+    torch.testing.assert_close(found["merged"].double(), exact, rtol=0, atol=1e-5)
     found = {}
     exec(second, found)
     assert found["loss"].item() < 1.0  # a guess has log(16) = 2.77

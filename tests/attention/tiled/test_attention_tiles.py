@@ -6,8 +6,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron.attention import tiles
-from megatron.attention.toeplitz import DistanceVector, add_diagonal_sums
+from megatron.attention.tiled import tiles
+from megatron.attention.tiled.toeplitz import DistanceVector, add_diagonal_sums
 
 
 def distances(rows: int, keys: int) -> torch.Tensor:

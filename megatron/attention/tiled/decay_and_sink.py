@@ -26,7 +26,17 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from megatron.attention.tiles import QueryTile
+from megatron.attention.tiled.tiles import QueryTile
+
+
+def softmax(scores_mRn: Tensor) -> Tensor:
+    """Turn the scores of a tile into their softmax, in place. Return its denominators' logarithms.
+
+    They are [sequences * heads, rows].
+    """
+    highest_mR = scores_mRn.amax(-1)
+    torch.softmax(scores_mRn, dim=-1, out=scores_mRn)
+    return highest_mR - scores_mRn.amax(-1).log()  # the largest probability is exp(highest - lse)
 
 
 class Decay:
@@ -90,31 +100,37 @@ class Sink:
         self.weight_NT, self.grad_NT = (torch.zeros_like(q_NTE[..., 0]) for _ in range(2))
         self.decay = decay
 
-    def softmax(self, tile: QueryTile, scores_mRn: Tensor) -> None:
-        """Turn the scores of a tile into attention probabilities, in place.
+    def softmax(self, tile: QueryTile, scores_mRn: Tensor) -> Tensor:
+        """Turn the scores of a tile into attention probabilities, in place. Return lse.
 
         The null key takes part in the softmax with a weight p_i. Therefore the probabilities of
         row i add up to 1 - p_i. `weight_NT` stores p_i.
         """
-        logit_mR = self.sink_N1[tile.items]
+        null_mR = self.sink_N1[tile.items]
         if self.decay is not None:
-            logit_mR = logit_mR - self.decay.of_rows(tile)
-        highest_mR = scores_mRn.amax(-1)
-        torch.softmax(scores_mRn, dim=-1, out=scores_mRn)
-        # The largest probability is exp(highest - lse).
-        logit_mR = logit_mR - (highest_mR - scores_mRn.amax(-1).log())
+            null_mR = null_mR - self.decay.of_rows(tile)
+        lse_mR = softmax(scores_mRn)
+        logit_mR = null_mR - lse_mR
         self.weight_NT[tile.items, tile.rows] = logit_mR.sigmoid()
         scores_mRn *= logit_mR.neg().sigmoid()[..., None]
+        return lse_mR.logaddexp(null_mR)
 
     def add_gradient(
-        self, tile: QueryTile, probs_mRn: Tensor, dprobs_mRn: Tensor, spare_mRn: Tensor
+        self,
+        tile: QueryTile,
+        probs_mRn: Tensor,
+        dprobs_mRn: Tensor,
+        spare_mRn: Tensor,
+        dlse_mR: Tensor | None,
     ) -> None:
         """Store the gradient of the null key's logit in `grad_NT`, for each row of a tile.
 
         Args:
+            dlse_mR: The gradient of lse, or None if it is 0.
             probs_mRn: The attention probabilities P.
             dprobs_mRn: The gradient dP of P.
             spare_mRn: A buffer of the same shape, which is overwritten.
         """
         delta_mR = torch.mul(probs_mRn, dprobs_mRn, out=spare_mRn).sum(-1)
+        delta_mR = delta_mR if dlse_mR is None else delta_mR - dlse_mR
         self.grad_NT[tile.items, tile.rows] = -self.weight_NT[tile.items, tile.rows] * delta_mR

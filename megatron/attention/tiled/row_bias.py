@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from megatron.attention.tiles import QueryTile
+from megatron.attention.tiled.tiles import QueryTile
 from megatron.positional import PositionalEmbedding
 
 

@@ -5,13 +5,15 @@ Legend and formulas: see `blocked`. The T axis is in reversed order.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
-from megatron.attention.decay_and_sink import Decay, Sink
-from megatron.attention.row_bias import RowBias
-from megatron.attention.tiles import QueryTile, block_rows, walk
-from megatron.attention.toeplitz import DistanceVector, add_diagonal_sums
+from megatron.attention.tiled.decay_and_sink import Decay, Sink, softmax
+from megatron.attention.tiled.row_bias import RowBias
+from megatron.attention.tiled.tiles import QueryTile, block_rows, walk
+from megatron.attention.tiled.toeplitz import DistanceVector, add_diagonal_sums
 
 KEPT_SHARE = 1.5
 """The probabilities P are kept for the backward pass only if P has at most KEPT_SHARE times as many
@@ -75,6 +77,8 @@ class BlockedCall:
         self.decay = None if decay_BHS is None else Decay(decay_BHS, self.dtype)
         self.sink = None if sink_H is None else Sink(sink_H, self.q_NTE, self.decay)
         self.row_bias = row_bias
+        self.lse_NT: Tensor | None = None
+        self.dlse_NT: Tensor | None = None
 
     def _flat(self, x_BHXE: Tensor) -> Tensor:
         return x_BHXE.to(self.dtype).reshape(self.B * self.H, -1, self.E).contiguous()
@@ -160,9 +164,15 @@ class BlockedCall:
             starts_R = self.starts_BT[tile.items.start // self.H, tile.rows]
             out_mRn.masked_fill_(key_n < starts_R[:, None], -torch.inf)
         if self.sink is not None:
-            self.sink.softmax(tile, out_mRn)
+            lse_mR = self.sink.softmax(tile, out_mRn)
+        elif self.lse_NT is not None:
+            lse_mR = softmax(out_mRn)
         else:  # this can be done in place, because each row is read before it is written
             torch.softmax(out_mRn, dim=-1, out=out_mRn)
+            return
+        if self.lse_NT is not None:
+            lse_mR = lse_mR if self.decay is None else lse_mR + self.decay.of_rows(tile)
+            self.lse_NT[tile.items, tile.rows] = lse_mR
 
     def dropout_mask(self, tile: QueryTile, out_mRn: Tensor) -> Tensor:
         """Write this tile's dropout mask of ones and zeros into `out_mRn`, and return it.
@@ -175,11 +185,14 @@ class BlockedCall:
         generator = torch.Generator(out_mRn.device).manual_seed(self.seed + tile.index)
         return out_mRn.bernoulli_(self.keep, generator=generator)
 
-    def forward(self, kept: Tensor | None) -> Tensor:
+    def forward(self, kept: Tensor | None, *, return_lse: bool = False) -> Any:
         """Return the attention output [batch, heads, queries, head size] in the inputs' dtype.
 
-        If `kept` is not None, store the attention probabilities in `kept` for the backward pass.
+        With `return_lse`, return the output and `lse` (see `backend.Backend`). If `kept` is not
+        None, store the attention probabilities in `kept` for the backward pass.
         """
+        if return_lse:
+            self.lse_NT = torch.empty_like(self.q_NTE[..., 0])
         out_NTE = torch.empty_like(self.q_NTE)
         dropping, weighted = self.keep < 1.0, self.weight is not None
         buffers = self.allocate((kept is None) + (dropping or weighted))
@@ -190,7 +203,10 @@ class BlockedCall:
                 probs_mRn = self.dropout_mask(tile, more[-1]).mul_(probs_mRn)
             out_mRE = self.product(probs_mRn, self.v_NSE[tile.items, tile.seen])
             torch.div(out_mRE, self.keep, out=out_NTE[tile.items, tile.rows])
-        return self._unflat(out_NTE.flip(1))
+        out_BHTE = self._unflat(out_NTE.flip(1))
+        if self.lse_NT is None:
+            return out_BHTE
+        return out_BHTE, self.lse_NT.flip(1).view(self.B, self.H, self.T)
 
     def backward(
         self, grad_BHTE: Tensor, kept: Tensor | None, *, need_bias: bool, need_weight: bool
@@ -228,12 +244,7 @@ class BlockedCall:
             else:
                 dv_mnE += self.product(probs_mRn.mT, grad_mRE)
                 torch.bmm(grad_mRE, v_mnE.mT, out=ds_mRn)
-            if self.sink is not None:
-                self.sink.add_gradient(tile, probs_mRn, ds_mRn, more[-1])
-            # Compute dS in place, which is possible because it is computed row by row.
-            torch.ops.aten._softmax_backward_data(
-                ds_mRn, probs_mRn, -1, self.dtype, grad_input=ds_mRn
-            )
+            self._softmax_backward(tile, probs_mRn, ds_mRn, *more)
             if db_HS is not None:
                 add_diagonal_sums(db_HS[tile.heads], ds_mRn.view(tile.shape))
             if self.row_bias is not None:
@@ -253,10 +264,24 @@ class BlockedCall:
         kernel = (None if x is None else x.flip(1) for x in (db_HS, dw_HS))
         return *gradients, *kernel, *self._gradients_of_terms()
 
+    def _softmax_backward(
+        self, tile: QueryTile, probs_mRn: Tensor, ds_mRn: Tensor, *more: Tensor
+    ) -> None:
+        """Replace dP in `ds_mRn` by dS. If there is a sink, overwrite the last buffer of `more`."""
+        dlse_mR = None if self.dlse_NT is None else self.dlse_NT[tile.items, tile.rows]
+        if self.sink is not None:
+            self.sink.add_gradient(tile, probs_mRn, ds_mRn, more[-1], dlse_mR)
+        # Compute dS in place, which is possible because it is computed row by row.
+        torch.ops.aten._softmax_backward_data(ds_mRn, probs_mRn, -1, self.dtype, grad_input=ds_mRn)
+        if dlse_mR is not None:
+            ds_mRn.addcmul_(probs_mRn, dlse_mR[..., None])
+
     def _gradients_of_terms(self) -> tuple[Tensor | None, ...]:
         """Return the gradients of the decay, the sink and theta, summed over all tiles."""
         dc_BHS = ds_H = None
         if self.decay is not None:
+            if self.dlse_NT is not None:
+                self.decay.grad_NS[:, self.S - self.T :] += self.dlse_NT.flip(1)
             dc_BHS = self.decay.grad_NS.view(self.B, self.H, self.S)
         if self.sink is not None:
             dz_BHT = self.sink.grad_NT.view(self.B, self.H, self.T).flip(2)

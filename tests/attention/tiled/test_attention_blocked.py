@@ -10,7 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.checkpoint import checkpoint
 
-from megatron.attention import attend, blocked_call, tiles
+from megatron.attention import attend
+from megatron.attention.tiled import blocked_call, tiles
 from megatron.positional import load, within_bounds
 from tests.helpers.embeddings import PLAIN
 

@@ -1,0 +1,95 @@
+"""Keep numbers that are not finite in the rows that see them.
+
+A query with the weight 0 for a hidden key still multiplies the key's value by 0, and 0 times NaN is
+NaN. A backend that adds -inf to the scores of hidden keys has the same fault, because NaN - inf is
+NaN. So a NaN in one document could reach another document in the same tile of scores.
+
+Legend: see `choice`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from megatron.attention.call import Call
+
+
+def has_values(x: Tensor) -> bool:
+    """Return whether `x` holds real numbers: no compilation and no transformation is tracing it."""
+    return not (torch.compiler.is_compiling() or is_transformed() or x.is_meta)
+
+
+def is_transformed() -> bool:
+    """Return whether torch.func is transforming the caller (`grad`, `vmap` and so on)."""
+    functorch = torch._C._functorch  # pyright: ignore[reportAttributeAccessIssue]
+    return functorch.peek_interpreter_stack() is not None
+
+
+def _clean(x: Tensor, bad: Tensor, lost: Tensor) -> Tensor:
+    """Return x with 0 where `bad` is true. Its gradient is NaN where `lost` is true."""
+    x = x.view_as(x)
+    if x.requires_grad:
+        x.register_hook(lambda grad: grad.masked_fill(lost, torch.nan))
+    return x.masked_fill(bad, 0.0)
+
+
+def contained(run: Callable[[Call], Any], call: Call) -> Any:
+    """Return `run(call)`. On a CPU, rows that see only finite numbers are exact; others are NaN.
+
+    This costs one sum over the output. Only if the sum is not finite, attention is computed again
+    without the numbers that are not finite. Then the rows that see such a number become NaN, and so
+    do the gradients of all inputs of these rows. Without values, as under `torch.compile`, nothing
+    is checked.
+    """
+    found = run(call)
+    out_BHTE = found[0] if call.return_lse else found
+    wide = torch.promote_types(out_BHTE.dtype, torch.float32)
+    on_cpu = out_BHTE.device.type == "cpu" and has_values(out_BHTE)
+    if not on_cpu or math.isfinite(out_BHTE.sum(dtype=wide).item()):
+        return found
+    clean, bad_BHT = _cleaned(call)
+    found = run(clean)
+    if not call.return_lse:
+        return found.masked_fill(bad_BHT[..., None], torch.nan)
+    masks = bad_BHT[..., None], bad_BHT
+    return tuple(x.masked_fill(mask, torch.nan) for x, mask in zip(found, masks, strict=True))
+
+
+def _cleaned(call: Call) -> tuple[Call, Tensor]:
+    """Return the call without numbers that are not finite, and which rows [B, H, T] see any."""
+    q_BHTE, k_BKSE, decay_BHS = call.q_BHTE, call.k_BKSE, call.decay_BHS
+    key_heads, keys = k_BKSE.shape[1:3]
+    bad_BKS = ~(k_BKSE.isfinite() & call.v_BKSE.isfinite()).all(-1)
+    bad_BHS = bad_BKS.repeat_interleave(q_BHTE.shape[1] // key_heads, 1)
+    if decay_BHS is not None:
+        bad_BHS = bad_BHS | ~decay_BHS.isfinite()
+    bad_BHT = ~q_BHTE.isfinite().all(-1)
+    first_BT = call.first_keys()
+    first_BHT = torch.zeros_like(bad_BHT, dtype=torch.int64)
+    first_BHT += 0 if first_BT is None else first_BT[:, None]
+    after = slice(call.query_offset + 1, call.end + 1)  # the key after each query's own key
+    before_BHX = F.pad(bad_BHS.cumsum(-1), (1, 0))
+    bad_BHT |= before_BHX[..., after] > before_BHX.gather(-1, first_BHT)
+    changes_BHX = torch.zeros_like(before_BHX).scatter_add_(-1, first_BHT, bad_BHT.long())
+    changes_BHX[..., after] -= bad_BHT.long()
+    lost_BHS = changes_BHX[..., :keys].cumsum(-1) > 0  # the keys that any bad row sees
+    lost_BKS = lost_BHS.unflatten(1, (key_heads, -1)).any(2)
+    bad_BKS1, lost_BKS1, bad_BHT1 = bad_BKS[..., None], lost_BKS[..., None], bad_BHT[..., None]
+    masks = {
+        "q_BHTE": (bad_BHT1, bad_BHT1),
+        "k_BKSE": (bad_BKS1, lost_BKS1),
+        "v_BKSE": (bad_BKS1, lost_BKS1),
+    }
+    if call.theta_HN is not None:
+        masks["theta_HN"] = torch.tensor(False), bad_BHT1.any(2).any(0)
+    if decay_BHS is not None:
+        masks["decay_BHS"] = ~decay_BHS.isfinite(), lost_BHS
+    clean = {name: _clean(getattr(call, name), *both) for name, both in masks.items()}
+    return replace(call, **clean), bad_BHT

@@ -1,0 +1,136 @@
+"""Check an embedding's formula and its theta when `attend` first uses it.
+
+Legend: see `choice`.
+"""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from megatron.attention.backend import AttentionError, constant
+from megatron.attention.formulas.trace import PROBES, parts_of
+from megatron.positional import PositionalEmbedding
+
+_CHECKED: set[PositionalEmbedding] = set()
+
+
+def check_embedding(pos: PositionalEmbedding, theta_HN: Tensor) -> None:
+    """Check theta's bounds and the formulas of an embedding, unless this has been done before.
+
+    Raises:
+        AttentionError: A number in theta is not within its bounds.
+        AttentionError: The bias or the factor has a wrong shape, a value or a gradient is NaN, the
+            bias hides a token from itself, or a value is missing.
+    """
+    if pos.parameters and pos not in _CHECKED:
+        _check_apart(pos, theta_HN.detach().cpu())
+        _CHECKED.add(pos)
+
+
+@constant
+def check_initial_formulas(pos: PositionalEmbedding, heads: int) -> None:
+    """Check an embedding's formulas with initial values of theta, as `check_embedding` does."""
+    if pos.parameters and pos not in _CHECKED:
+        _check_apart(pos, pos.initial_theta(heads, torch.Generator().manual_seed(0)))
+
+
+def _check_apart(pos: PositionalEmbedding, theta_HN: Tensor) -> None:
+    """Check theta and the formulas in a new thread, which has no modes of the caller.
+
+    Such modes are inference mode, a default device, and hooks on saved tensors.
+    """
+    with ThreadPoolExecutor(1) as thread:
+        thread.submit(_check_bounds, pos, theta_HN).result()
+        if pos.has("distance"):
+            thread.submit(_check_formulas, pos, theta_HN).result()
+
+
+def _check_bounds(pos: PositionalEmbedding, theta_HN: Tensor) -> None:
+    """Raise `AttentionError` if a number in theta is not within its bounds."""
+    for theta_H, parameter in zip(theta_HN.unbind(1), pos.parameters, strict=True):
+        low, high = theta_H.new_tensor([parameter.low, parameter.high])
+        outside_H = ~((theta_H >= low) & (theta_H <= high))
+        if outside_H.any():
+            head = int(outside_H.nonzero()[0])
+            raise AttentionError(
+                f"{pos.name}: theta's column {parameter.name} is {theta_H[head]:g} in head {head}, "
+                f"but must lie in [{parameter.low:g}, {parameter.high:g}]; clamp theta after each "
+                "step by megatron.positional.within_bounds(theta, pos.parameters)"
+            )
+
+
+class _Watch(TorchFunctionMode):
+    """Note in `name` the first torch function with a result or gradient that is not finite."""
+
+    name = ""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = func(*args, **(kwargs or {}))
+        for x in args:
+            if isinstance(x, Tensor) and x.requires_grad:
+                x.register_hook(partial(self.note, func))
+        self.note(func, found)
+        return found
+
+    def note(self, func: Any, x: Any) -> None:
+        if not self.name and isinstance(x, Tensor) and not x.isfinite().all():
+            self.name = func.__name__
+
+
+def _check_formulas(pos: PositionalEmbedding, theta_HN: Tensor) -> None:
+    """Raise `AttentionError` if bias or factor has a wrong shape, or a value or gradient is NaN.
+
+    Also raise it if the bias hides a token from itself, or if a value is missing.
+    """
+    theta_HN = theta_HN.to(torch.float64, copy=True).requires_grad_()
+    d_1TS = torch.tensor(PROBES, dtype=torch.float64).view(1, 2, -1)
+    for method, function in zip(("bias", "weight"), parts_of(pos), strict=True):
+        name = f"{pos.name}.{method}"
+        try:
+            with _Watch() as watch:
+                value_HTS = function(theta_HN, d_1TS, d_1TS + 3)
+        except IndexError as error:
+            raise AttentionError(
+                f"{name}: {error}; it must have a value at each distance up to {PROBES[-1]:g}, so "
+                "clamp d to the last entry of a table"
+            ) from error
+        if value_HTS is not None:
+            _check_formula(name, value_HTS, theta_HN, d_1TS, watch)
+
+
+def _check_formula(
+    name: str, value_HTS: Tensor, theta_HN: Tensor, d_1TS: Tensor, watch: _Watch
+) -> None:
+    """Raise `AttentionError` if the values of a formula are wrong; see `_check_formulas`."""
+    shape = (len(theta_HN), *d_1TS.shape)
+    if tuple(value_HTS.shape) != shape:
+        raise AttentionError(
+            f"{name} has returned the shape {list(value_HTS.shape)} for "
+            f"{len(theta_HN)} heads and distances {list(d_1TS.shape)}, but must return "
+            f"{list(shape)}: the heads first; self.columns(theta_HN, d) gives columns that fit"
+        )
+    for place, distance in enumerate(PROBES):
+        found_H = value_HTS.flatten(1)[:, place]
+        grad_HN = torch.zeros_like(theta_HN)
+        if found_H.requires_grad:
+            (grad_HN,) = torch.autograd.grad(found_H.sum(), theta_HN, retain_graph=True)
+        hidden_H = found_H.isinf() & ((found_H > 0) | (place == 0))
+        for what, x, wrong in (
+            ("value", found_H, found_H.isnan() | hidden_H),
+            ("gradient with respect to theta", grad_HN, grad_HN.isnan()),
+        ):
+            if wrong.any():
+                kind = "NaN" if x[wrong][0].isnan() else f"{x[wrong][0]:g}"
+                raise AttentionError(
+                    f"{name}: its {what} at distance {distance:g} is {kind} for "
+                    f"theta {theta_HN[wrong.view(len(theta_HN), -1).any(1)][0].tolist()}"
+                    f", first in {watch.name}; change its argument, such as sqrt(x + 1e-9) or "
+                    "log(x + 1). torch.where does not help, because the branch that is not taken "
+                    "also has a gradient"
+                )
