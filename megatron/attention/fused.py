@@ -62,12 +62,14 @@ def functions_of(pos: PositionalEmbedding) -> tuple[DeviceFunctions, str]:
 
     The text is "evaluated in registers", or "tabulated" followed by the reason.
     """
+    import sympy
+
     from megatron.kernels import codegen, lowering, tabulated
 
     try:
         formula = read(pos)
         bounds = [(column.low, column.high) for column in pos.parameters]
-        for rewrite in codegen.REWRITES:
+        for rewrite in (sympy.sympify, sympy.factor):
             functions = codegen.device_functions(
                 pos.name, formula.bias, formula.weight, formula.distance, formula.theta,
                 formula.position, bounds, rewrite,

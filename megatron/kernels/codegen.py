@@ -31,30 +31,21 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import sympy
-import triton
-import triton.language as tl
 
-from megatron.kernels.device import (
-    add_columns, cosine, ex2, lg2, lg2_or_finite, rcp, rcp_any, sine,
-)  # fmt: skip
+from megatron.kernels import device
 from megatron.kernels.device_functions import DeviceFunctions
 from megatron.kernels.hidden_layer import Layer, hidden_layer, hidden_slope
-from megatron.kernels.lowering import (
-    FAR, HALVES, NAMES, NotExpressible, confirm_power, layers, lower,
-)  # fmt: skip
+from megatron.kernels.lowering import HALVES, NAMES, NotExpressible, confirm_power, layers, lower
 
-GLOBALS = {"triton": triton, "tl": tl, "rcp": rcp, "rcp_any": rcp_any, "add_columns": add_columns}
-GLOBALS |= {"lg2": lg2, "lg2_or_finite": lg2_or_finite, "ex2": ex2, "sine": sine, "cosine": cosine}
-GLOBALS |= {"hidden_layer": hidden_layer, "hidden_slope": hidden_slope}
+GLOBALS = vars(device) | {"hidden_layer": hidden_layer, "hidden_slope": hidden_slope}
 CALLS = {name: name + "({})" for name in NAMES} | {
-    "sin": "sine({})", "cos": "cosine({})", "larger": "tl.maximum({}, {})",
+    "sin": "sine({})", "cos": "cosine({})", "Abs": "tl.abs({})", "larger": "tl.maximum({}, {})",
     "select": "tl.where({} < {}, {}, {})",
+    "sign": "tl.where({0} < 0.0, -1.0, tl.where(0.0 < {0}, 1.0, 0.0))",
 }  # fmt: skip
-"""The code of each sympy function, in which {} stands for an argument."""
-SCALAR_CALLS = CALLS | {"lg2": "tl.log2({})", "lg2_or_finite": "tl.log2({})",
-                        "ex2": "tl.exp2({})", "rcp_any": "(1.0 / {})"}  # fmt: skip
-REWRITES: tuple[Callable[[Any], Any], ...] = (lambda derivative: derivative, sympy.factor)
-"""What is done with a derivative. A product does not overflow where a sum of products does."""
+SCALAR_CALLS = (
+    CALLS | dict.fromkeys(("lg2", "lg2_or_finite"), "tl.log2({})") | {"ex2": "tl.exp2({})"}
+)
 
 
 def device_functions(
@@ -65,7 +56,7 @@ def device_functions(
     theta: tuple[sympy.Symbol, ...],
     position: sympy.Symbol | None = None,
     bounds: Sequence[tuple[float, float]] = (),
-    rewrite: Callable[[Any], Any] = REWRITES[0],
+    rewrite: Callable[[Any], Any] = sympy.sympify,
 ) -> DeviceFunctions:
     """Generate the Triton device functions of a distance kernel from its sympy expressions.
 
@@ -77,7 +68,8 @@ def device_functions(
         position: The symbol of the query's position in its document, or None if neither the bias
             nor the factor contains it.
         bounds: The smallest and the largest number of each column of theta.
-        rewrite: One of REWRITES.
+        rewrite: Returns another form of a derivative, such as `sympy.factor`: a product does not
+            overflow where a sum of products does.
 
     Raises:
         NotExpressible: The bias or the factor cannot be expressed in the generated code.
@@ -85,13 +77,13 @@ def device_functions(
     s, scale = sympy.Symbol("s", real=True), sympy.Symbol("scale", positive=True)
     b = sympy.S.Zero if bias is None else bias
     w = sympy.S.One if weight is None else weight
+    known = dict(zip(theta, bounds, strict=False))
     for power in (b + s * w).atoms(sympy.Pow):
-        confirm_power(power, distance)
+        confirm_power(power, distance, known)
     found = layers(b, theta)
     layer = Layer(len(theta), found[1:]) if found else None
     i = position or sympy.Symbol("i")
     writer = Writer(s, distance, theta, scale, i, layer)
-    known = {x: (max(low, -FAR), min(high, FAR)) for x, (low, high) in zip(theta, bounds)}
     inner = [writer.tile(lower(found[0], distance, known))] if found else []
     y = writer.tile(lower(s * w + b / scale, distance, known))
     slope = writer.tile(lower(w, distance, known))

@@ -7,8 +7,8 @@ refused if 2^(y log2 x) would be wrong for some theta.
 from __future__ import annotations
 
 import math
-import operator
 from collections.abc import Callable
+from contextlib import suppress
 from itertools import product
 from typing import Any
 
@@ -18,11 +18,8 @@ LN2, LOG2E = sympy.Float(math.log(2.0)), sympy.Float(1.0 / math.log(2.0))
 NAMES = ("lg2", "lg2_or_finite", "ex2", "rcp_any")
 LG2, LG2_OR_FINITE, EX2, RCP_ANY = (sympy.Function(name) for name in NAMES)
 HALVES = (sympy.Rational(1, 2), sympy.Rational(-1, 2))
-Bounds = dict[sympy.Symbol, tuple[float, float]]
-"""Symbol -> the smallest and the largest number that it stands for."""
-FAR = 1e6
-"""The largest distance, and the largest number of theta without a bound, for which the generated
-code must be right."""
+Bounds = dict[sympy.Symbol, tuple[float, float]]  # the smallest and the largest number
+FAR = 1e6  # the largest distance, and the largest number of theta where it has no bound
 
 
 class select(sympy.Function):
@@ -40,12 +37,6 @@ class select(sympy.Function):
     def _eval_derivative(self, symbol: sympy.Symbol) -> Any:
         x, y, a, b = self.args
         return select(x, y, a.diff(symbol), b.diff(symbol))
-
-    def _eval_is_positive(self) -> bool | None:
-        return all(value.is_positive for value in self.args[2:]) or None
-
-    def _eval_is_nonnegative(self) -> bool | None:
-        return all(value.is_nonnegative for value in self.args[2:]) or None
 
 
 class larger(sympy.Function):
@@ -65,21 +56,6 @@ class larger(sympy.Function):
         x, y, t = self.args
         of_x = t * select(x, y, 0, 1) + (1 - t) * select(y, x, 1, 0)
         return of_x if argindex == 1 else 1 - of_x
-
-    def _eval_is_positive(self) -> bool | None:
-        return any(value.is_positive for value in self.args[:2]) or None
-
-    def _eval_is_nonnegative(self) -> bool | None:
-        return any(value.is_nonnegative for value in self.args[:2]) or None
-
-
-class sigmoid(sympy.Function):
-    """Sympy function 1 / (1 + exp(-x)). Its derivative neither overflows nor loses digits."""
-
-    nargs, is_positive = 1, True
-
-    def fdiff(self, argindex: int = 1) -> Any:
-        return self * sigmoid(-self.args[0])
 
 
 class hidden_slope(sympy.Function):
@@ -121,8 +97,6 @@ def lower(expr: Any, d: sympy.Symbol, known: Bounds) -> sympy.Expr:
     if not expr.args:
         return expr
     args = [lower(arg, d, known) for arg in expr.args]
-    if isinstance(expr, sigmoid):
-        return RCP_ANY(1 + EX2(-LOG2E * args[0]))
     if isinstance(expr, sympy.exp):
         return EX2(LOG2E * args[0])
     if isinstance(expr, sympy.log):
@@ -130,7 +104,7 @@ def lower(expr: Any, d: sympy.Symbol, known: Bounds) -> sympy.Expr:
     if expr.is_Pow and not direct(expr.exp):
         return EX2(args[1] * log2(expr.base, args[0], d))
     reciprocal = expr.is_Pow and expr.exp.is_Integer and expr.exp < 0 and expr.base.has(d)
-    if reciprocal and not pairs(expr.base, known):
+    if reciprocal and not paired(expr.base, known):
         return RCP_ANY(args[0]) ** -expr.exp
     return expr.func(*args)
 
@@ -157,10 +131,9 @@ def layers(expr: sympy.Expr, theta: tuple[sympy.Symbol, ...]) -> tuple | None:
 
 RISING: dict[type, Callable[..., float]] = {
     sympy.Add: lambda *terms: sum(terms), sympy.Mul: lambda *factors: math.prod(factors),
-    sympy.Pow: operator.pow, sympy.exp: math.exp, sympy.log: math.log,
-    larger: lambda x, y, t: max(x, y), sigmoid: lambda x: 1.0 / (1.0 + math.exp(-x)),
+    sympy.Pow: pow, sympy.exp: math.exp, sympy.log: math.log, larger: lambda x, y, t: max(x, y),
 }  # fmt: skip
-"""Functions that rise or fall in each argument, so that their extremes are at ends of arguments."""
+"""Functions that rise or fall in each argument. So their bounds are at bounds of the arguments."""
 
 
 def bounds_of(expr: Any, known: Bounds) -> tuple[float, float]:
@@ -168,33 +141,29 @@ def bounds_of(expr: Any, known: Bounds) -> tuple[float, float]:
 
     The bounds of the symbols are `known`. An unknown symbol is at most FAR in size.
     """
-    if expr.is_number or expr.is_Symbol:
-        low = float(expr) if expr.is_number else 0.0 if expr.is_nonnegative else -FAR
-        return known.get(expr, (low, low if expr.is_number else FAR))
-    ends = [bounds_of(arg, known) for arg in expr.args]
-    rising = RISING.get(type(expr))
-    if isinstance(expr, select):
-        ends, rising = [(0.0, 1.0), *ends[2:]], lambda first, *values: values[int(first)]
-    unknown = rising is None or (expr.is_Pow and ends[0][0] < 0.0)
-    try:
-        values = [math.nan] if unknown else [rising(*corner) for corner in product(*ends)]
-    except (OverflowError, ValueError, ZeroDivisionError):
-        values = [math.nan]
+    if expr.is_number:
+        return float(expr), float(expr)
+    if expr.is_Symbol:
+        low, high = known.get(expr, (0.0 if expr.is_nonnegative else -FAR, FAR))
+        return max(low, -FAR), min(high, FAR)
+    ends, values = [bounds_of(arg, known) for arg in expr.args], [math.nan]
+    if expr.func in RISING and not (expr.is_Pow and ends[0][0] < 0.0):
+        with suppress(OverflowError, ValueError, ZeroDivisionError):
+            values = [RISING[expr.func](*corner) for corner in product(*ends)]
     return (-math.inf, math.inf) if any(map(math.isnan, values)) else (min(values), max(values))
 
 
-def pairs(expr: Any, known: Bounds) -> bool:
+def paired(expr: Any, known: Bounds) -> bool:
     """Return whether 1 / `expr` may be computed by `rcp`, which multiplies neighbouring numbers.
 
     It may if `expr` is surely between 1e-19 and 1e19 in size. Otherwise the product of two numbers
     could overflow, and `rcp_any` takes each number by itself.
     """
     low, high = bounds_of(expr, known)
-    least, most = sorted((abs(low), abs(high)))
-    return low * high > 0.0 and least > 1e-19 and most < 1e19
+    return (low > 1e-19 and high < 1e19) or (low > -1e19 and high < -1e-19)
 
 
-def confirm_power(power: sympy.Pow, d: sympy.Symbol) -> None:
+def confirm_power(power: sympy.Pow, d: sympy.Symbol, known: Bounds) -> None:
     """Check that the generated code computes a power x^y correctly for every theta and distance d.
 
     The code computes the power as 2^(y log2 x), unless `direct` accepts y. One of these conditions
@@ -211,13 +180,14 @@ def confirm_power(power: sympy.Pow, d: sympy.Symbol) -> None:
         NotExpressible: None of the conditions holds.
     """
     base, exponent = power.args
-    near, far = base.subs(d, 0), base.subs(d, sympy.Symbol("far", positive=True))
+    low, _ = bounds_of(base, known)
     if exponent.is_number:
-        sound = direct(exponent) or base.is_nonnegative
-    elif near.is_zero:
+        sound = direct(exponent) or base.is_nonnegative or low >= 0.0
+    elif base.subs(d, 0).is_zero:
+        far = base.subs(d, sympy.Symbol("far", positive=True))
         sound = far.is_positive and exponent.is_positive and base.free_symbols == {d}
     else:
-        sound = near.is_positive and far.is_positive
+        sound = low > 0.0
     if not sound:
         raise NotExpressible(f"{power} is not safe for every theta within its bounds")
 

@@ -84,6 +84,8 @@ def exact(what: str, inputs: list[Tensor], grad: Tensor, scale: float) -> list[T
     near = d.clamp(min=0)  # formulas need not be defined at negative distances
     x, y = theta[:, :, None, None].unbind(1)
     scores = scale * q @ k.transpose(-1, -2)
-    scores = scores + BIASES[what](near, x, y) if what in BIASES else scores * WEIGHTS[what](near, x, y)
+    scores = (
+        scores + BIASES[what](near, x, y) if what in BIASES else scores * WEIGHTS[what](near, x, y)
+    )
     out = scores.masked_fill(d < 0, -INF).softmax(-1) @ v
     return [out, *torch.autograd.grad(out, inputs, grad.double())]

@@ -54,7 +54,6 @@ class Reader:
         Raises:
             Unreadable: The result is not an expression in the distance, the position and theta.
         """
-        import sympy
         from torch.fx.experimental.proxy_tensor import make_fx
         from torch.fx.node import map_arg
 
@@ -88,10 +87,7 @@ class Reader:
                 values[node] = self.operation(node.target, list(args), dict(kwargs))
             else:  # "output", the last
                 (values[node],) = map_arg(node.args, values.__getitem__)
-        from megatron.kernels.lowering import larger
-
-        read = self.scalar(values[node])  # sympy writes sqrt(x^2) as Abs(x)
-        return read.replace(sympy.Abs, lambda x: larger(x, -x, sympy.Rational(1, 2)))
+        return self.scalar(values[node])
 
     def scalar(self, value: Any) -> Any:
         """Convert the value of one node of the graph to a single sympy expression."""
@@ -108,6 +104,7 @@ class Reader:
     def operation(self, target: Any, args: list, kwargs: dict) -> Any:
         """Return the value of a node that applies torch's operation `target` to other values."""
         name = getattr(target, "__name__", str(target)).split(".")[0]
+        name = name.removeprefix("logical_").removeprefix("bitwise_")
         if name in SAME:
             return args[0]
         if name == "getitem" and isinstance(args[0], list):
@@ -132,18 +129,15 @@ class Reader:
             return table[name](self.scalar(args[0]), *(x for each in args[1:] for x in each))
         if name not in table:
             raise Unreadable(f"the operation {name} has no place in an expression of d and theta")
-        kwargs = {option: value for option, value in kwargs.items() if option not in PLACEMENT}
         if name in ("add", "sub") and kwargs.get("alpha", 1) != 1:
             args[1] = self.scalar(args[1]) * exact(kwargs["alpha"])
-        elif kwargs and set(kwargs) != {"alpha"}:
+        elif set(kwargs) - {"alpha", "dtype", "layout", "device", "pin_memory"}:
             raise Unreadable(f"the operation {name} has options {sorted(kwargs)}")
         return table[name](*(None if arg is None else self.scalar(arg) for arg in args))
 
 
 SAME = {"_to_copy", "view", "_unsafe_view", "reshape", "unsqueeze", "expand", "clone", "detach",
         "alias", "contiguous", "to", "lift_fresh_copy"}  # fmt: skip
-PLACEMENT = {"dtype", "layout", "device", "pin_memory", "memory_format"}
-"""Options of operations that make tensors, which do not change their numbers."""
 
 
 def exact(value: float) -> Any:
@@ -164,28 +158,16 @@ def elementary() -> dict[str, Callable[..., Any]]:
     """Return a dict from the names of torch's operations to equivalent sympy functions."""
     import sympy as sp
 
-    from megatron.kernels.lowering import hidden_layer, larger, select, sigmoid
+    from megatron.kernels.lowering import hidden_layer, larger, select
 
     half = sp.Rational(1, 2)
-
-    def where(condition: Any, x: Any, y: Any) -> Any:
-        if isinstance(condition, select) and set(condition.args[2:]) == {0, 1}:
-            return select(*condition.args[:2], *((x, y) if condition.args[2] else (y, x)))
-        return select(0, condition, x, y)
 
     def clamp(x: Any, low: Any = None, high: Any = None) -> Any:
         x = x if low is None else larger(x, low, 1)
         return x if high is None else -larger(-x, -high, 1)
 
-    def absolute(x: Any) -> Any:
-        return larger(x, -x, half)
-
     def equal(x: Any, y: Any) -> Any:
         return select(x, y, 0, select(y, x, 0, 1))
-
-    def log1p_exp(x: Any, beta: Any = 1) -> Any:
-        positive = larger(beta * x, 0, half)
-        return (positive + sp.log(1 + sp.exp(-absolute(beta * x)))) / beta
 
     return {
         "add": lambda x, y: x + y, "sub": lambda x, y: x - y, "rsub": lambda x, y: y - x,
@@ -197,16 +179,14 @@ def elementary() -> dict[str, Callable[..., Any]]:
         "sin": sp.sin, "cos": sp.cos, "zeros_like": lambda x: sp.S.Zero,
         "ones_like": lambda x: sp.S.One, "full_like": lambda x, value: value,
         "scalar_tensor": lambda value: value, "hidden_layer": hidden_layer,
-        "sigmoid": sigmoid, "tanh": lambda x: 2 * sigmoid(2 * x) - 1, "softplus": log1p_exp,
-        "relu": lambda x: larger(x, 0, 0), "clamp": clamp, "clamp_min": clamp,
-        "clamp_max": lambda x, high: clamp(x, None, high), "abs": absolute,
+        "relu": lambda x: larger(x, 0, 0), "abs": sp.Abs, "clamp": clamp, "clamp_min": clamp,
+        "clamp_max": lambda x, high: clamp(x, None, high),
         "maximum": lambda x, y: larger(x, y, half), "minimum": lambda x, y: -larger(-x, -y, half),
-        "where": where, "masked_fill": lambda x, mask, y: where(mask, y, x),
         # truth values are the numbers 1 and 0
+        "where": lambda where, x, y: select(0, where, x, y),
+        "masked_fill": lambda x, where, y: select(0, where, y, x),
         "lt": lambda x, y: select(x, y, 1, 0), "gt": lambda x, y: select(y, x, 1, 0),
         "ge": lambda x, y: select(x, y, 0, 1), "le": lambda x, y: select(y, x, 0, 1),
-        "eq": equal, "ne": lambda x, y: 1 - equal(x, y), "bitwise_not": lambda x: 1 - x,
-        "logical_not": lambda x: 1 - x, "bitwise_and": lambda x, y: x * y,
-        "logical_and": lambda x, y: x * y, "bitwise_or": lambda x, y: x + y - x * y,
-        "logical_or": lambda x, y: x + y - x * y,
+        "eq": equal, "ne": lambda x, y: 1 - equal(x, y), "not": lambda x: 1 - x,
+        "and": lambda x, y: x * y, "or": lambda x, y: x + y - x * y,
     }  # fmt: skip

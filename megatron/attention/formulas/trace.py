@@ -18,8 +18,7 @@ numbers and compared with the embedding.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
@@ -27,7 +26,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from megatron.attention.formulas.confirm import FP32, SCALE, Confirmation
+from megatron.attention.formulas.confirm import FP32, FP64, SCALE, Confirmation, results_of
 from megatron.attention.formulas.torch_to_sympy import Reader, Unreadable
 from megatron.positional import PositionalEmbedding
 
@@ -78,7 +77,8 @@ def read(pos: PositionalEmbedding) -> Formula:
         sympy.Symbol(f"theta_{n}", **assumed(column.low)) for n, column in enumerate(pos.parameters)
     )
     reader = Reader(distance, theta, position)
-    with outside_of_modes():
+    # Not in the caller's modes: the default device of a plan is meta, which has no values.
+    with torch.inference_mode(False), torch.enable_grad(), torch.device("cpu"):
         bias, weight = (reader.expression(part) for part in parts_of(pos))
         formula = Formula(bias, weight, distance, theta, position)
         confirm(pos, formula)
@@ -103,19 +103,23 @@ def confirm(pos: PositionalEmbedding, formula: Formula) -> None:
     Raises:
         Unreadable: The formula and the embedding differ, or the formula cannot be evaluated.
     """
-    parts = {
-        name: None if expression is None else torch_function(expression, formula.arguments)
-        for name, expression in (("bias", formula.bias), ("weight", formula.weight))
-    }
+    import sympy
 
-    def logits(theta_RN: Tensor, s: Tensor, d: Tensor, i: Tensor) -> Tensor:
-        x, columns = SCALE * s, theta_RN.unbind(1)
-        if parts["weight"] is not None:
-            x = x * parts["weight"](d, i, *columns)
-        return x if parts["bias"] is None else x + parts["bias"](d, i, *columns)
-
+    bias, weight = (x or default for x, default in ((formula.bias, 0), (formula.weight, 1)))
     shown = " and ".join(str(x) for x in (formula.bias, formula.weight) if x is not None)
-    Confirmation(pos).expression(shown, logits)
+    samples, s = Confirmation(pos), sympy.Symbol("s")
+    try:
+        function = torch_function(SCALE * s * weight + bias, (s, *formula.arguments))
+        got, got32 = (
+            results_of(lambda x, *others: function(*others, *x.unbind(1)), samples.inputs, dtype)
+            for dtype in (torch.float64, torch.float32)
+        )
+    except (AttributeError, TypeError, RuntimeError) as error:  # such as a complex number
+        raise Unreadable(f"{shown} cannot be evaluated: {error}") from error
+    if samples.worst(got, *FP64) > 1:
+        raise Unreadable(f"the expression read, {shown}, is not what it computes")
+    if samples.worst(got32, *FP32) > 1:
+        raise Unreadable(f"{shown} loses digits in fp32")
 
 
 def confirms_code(pos: PositionalEmbedding, functions: DeviceFunctions) -> bool:
@@ -127,17 +131,9 @@ def confirms_code(pos: PositionalEmbedding, functions: DeviceFunctions) -> bool:
 
     if functions.layer is not None or not functions.num_theta:
         return True
-    with outside_of_modes():
-        samples = Confirmation(pos)
-        inputs = (x.float() for x in samples.inputs)
-        return samples.worst(simulate(functions, *inputs, SCALE).double(), *FP32) <= 1
-
-
-@contextmanager
-def outside_of_modes() -> Iterator[None]:
-    """Ignore the caller's modes. The default device of a plan is meta, which has no values."""
     with torch.inference_mode(False), torch.enable_grad(), torch.device("cpu"):
-        yield
+        samples = Confirmation(pos)
+        return samples.worst(simulate(functions, samples.inputs, SCALE), *FP32) <= 1
 
 
 @lru_cache(maxsize=128)
@@ -153,7 +149,7 @@ def torch_function(expression: sympy.Expr, arguments: tuple[sympy.Symbol, ...]) 
 
 
 def larger(x: Any, y: Any, t: float) -> Tensor:
-    """Return max(x, y). Where x = y, the gradient is t times that of x and 1 - t times that of y."""
+    """Return max(x, y); where x = y, with t times x's gradient and 1 - t times y's gradient."""
     first, second = torch.where(x < y, y, x), torch.where(y < x, x, y)
     return first if t == 1 else second if t == 0 else (first + second) / 2
 
@@ -185,4 +181,4 @@ def torch_text(expression: Any) -> str:
         units = zip(*expression.columns, strict=True)
         units = (f"{v} * torch.relu({w} * u + {b})" for w, b, v in units)
         return f"(lambda u: {' + '.join(units)})({args[0]})"
-    return f"torch.{name}({args[0]})"
+    return f"torch.{name.lower()}({args[0]})"
