@@ -40,7 +40,7 @@ from megatron.attention import operations
 from megatron.attention.backend import Backend, Request, constant, first_order
 from megatron.attention.call import Call
 from megatron.attention.formulas.torch_to_sympy import Unreadable
-from megatron.attention.formulas.trace import parts_of, read
+from megatron.attention.formulas.trace import confirms_code, parts_of, read
 from megatron.positional import PositionalEmbedding
 from megatron.positional.hidden_layer import pieces
 
@@ -63,19 +63,26 @@ def functions_of(pos: PositionalEmbedding) -> tuple[DeviceFunctions, str]:
 
     The text is "evaluated in registers", or "tabulated" followed by the reason.
     """
+    import sympy
+
     from megatron.kernels import codegen, lowering, tabulated
 
     try:
         formula = read(pos)
-        functions = codegen.device_functions(
-            pos.name, formula.bias, formula.weight, formula.distance, formula.theta,
-            formula.position,
-        )  # fmt: skip
-    except (Unreadable, lowering.NotExpressible) as reason:
-        one_HN, d = torch.ones(1, len(pos.parameters)), torch.arange(2)
-        has = (part(one_HN, d, d) is not None for part in parts_of(pos))
-        return tabulated.device_functions(*has), f"tabulated, {reason}"
-    return functions, "evaluated in registers"
+        bounds = [(column.low, column.high) for column in pos.parameters]
+        for rewrite in (sympy.sympify, sympy.factor):
+            functions = codegen.device_functions(
+                pos.name, formula.bias, formula.weight, formula.distance, formula.theta,
+                formula.position, bounds, rewrite,
+            )  # fmt: skip
+            if confirms_code(pos, functions):
+                return functions, "evaluated in registers"
+        reason = "the generated code is not exact enough for some theta or distance"
+    except (Unreadable, lowering.NotExpressible) as error:
+        reason = error
+    one_HN, d = torch.ones(1, len(pos.parameters)), torch.arange(2)
+    has = (part(one_HN, d, d) is not None for part in parts_of(pos))
+    return tabulated.device_functions(*has), f"tabulated, {reason}"
 
 
 @lru_cache(maxsize=64)

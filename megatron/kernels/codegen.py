@@ -27,24 +27,25 @@ from __future__ import annotations
 
 import hashlib
 import linecache
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import sympy
-import triton
-import triton.language as tl
 
-from megatron.kernels.device import add_columns, ex2, lg2, lg2_or_finite, rcp, rcp_any
+from megatron.kernels import device
 from megatron.kernels.device_functions import DeviceFunctions
-from megatron.kernels.hidden_layer import Layer, hidden_layer, hidden_slope, relu, step
+from megatron.kernels.hidden_layer import Layer, hidden_layer, hidden_slope
 from megatron.kernels.lowering import HALVES, NAMES, NotExpressible, confirm_power, layers, lower
 
-GLOBALS = {"triton": triton, "tl": tl, "rcp": rcp, "rcp_any": rcp_any, "add_columns": add_columns}
-GLOBALS |= {"lg2": lg2, "lg2_or_finite": lg2_or_finite, "ex2": ex2, "relu": relu, "step": step}
-GLOBALS |= {"hidden_layer": hidden_layer, "hidden_slope": hidden_slope}
-CALLS = {name: name for name in (*NAMES, "relu", "step")}
-SCALAR_CALLS = {"lg2": "tl.log2", "lg2_or_finite": "tl.log2", "ex2": "tl.exp2"}
-for _name in ("sin", "cos"):
-    CALLS[_name] = SCALAR_CALLS[_name] = f"tl.{_name}"
+GLOBALS = vars(device) | {"hidden_layer": hidden_layer, "hidden_slope": hidden_slope}
+CALLS = {name: name + "({})" for name in NAMES} | {
+    "sin": "sine({})", "cos": "cosine({})", "Abs": "tl.abs({})", "larger": "tl.maximum({}, {})",
+    "select": "tl.where({} < {}, {}, {})",
+    "sign": "tl.where({0} < 0.0, -1.0, tl.where(0.0 < {0}, 1.0, 0.0))",
+}  # fmt: skip
+SCALAR_CALLS = (
+    CALLS | dict.fromkeys(("lg2", "lg2_or_finite"), "tl.log2({})") | {"ex2": "tl.exp2({})"}
+)
 
 
 def device_functions(
@@ -54,6 +55,8 @@ def device_functions(
     distance: sympy.Symbol,
     theta: tuple[sympy.Symbol, ...],
     position: sympy.Symbol | None = None,
+    bounds: Sequence[tuple[float, float]] = (),
+    rewrite: Callable[[Any], Any] = sympy.sympify,
 ) -> DeviceFunctions:
     """Generate the Triton device functions of a distance kernel from its sympy expressions.
 
@@ -64,6 +67,9 @@ def device_functions(
         theta: The symbols of the distance kernel's parameters.
         position: The symbol of the query's position in its document, or None if neither the bias
             nor the factor contains it.
+        bounds: The smallest and the largest number of each column of theta.
+        rewrite: Returns another form of a derivative, such as `sympy.factor`: a product does not
+            overflow where a sum of products does.
 
     Raises:
         NotExpressible: The bias or the factor cannot be expressed in the generated code.
@@ -71,19 +77,20 @@ def device_functions(
     s, scale = sympy.Symbol("s", real=True), sympy.Symbol("scale", positive=True)
     b = sympy.S.Zero if bias is None else bias
     w = sympy.S.One if weight is None else weight
+    known = dict(zip(theta, bounds, strict=False))
     for power in (b + s * w).atoms(sympy.Pow):
-        confirm_power(power, distance)
+        confirm_power(power, distance, known)
     found = layers(b, theta)
     layer = Layer(len(theta), found[1:]) if found else None
     i = position or sympy.Symbol("i")
     writer = Writer(s, distance, theta, scale, i, layer)
-    inner = [writer.tile(lower(found[0], distance))] if found else []
-    y = writer.tile(lower(s * w + b / scale, distance))
-    slope = writer.tile(lower(w, distance))
+    inner = [writer.tile(lower(found[0], distance, known))] if found else []
+    y = writer.tile(lower(s * w + b / scale, distance, known))
+    slope = writer.tile(lower(w, distance, known))
     factors, terms = [], []
     terms_of = list(range(len(theta))) if layer is None else layer.others
     for column in (theta[n] for n in terms_of):
-        derivative = lower(sympy.diff(scale * s * w + b, column), distance)
+        derivative = lower(rewrite(sympy.diff(scale * s * w + b, column)), distance, known)
         factor, term = derivative.as_independent(s, distance, i, as_Add=False)
         factors.append(writer.constant(factor))
         terms.append(writer.tile(term))
@@ -126,7 +133,7 @@ class Writer:
         as `c[2]`. If `prepare` does not compute the constant yet, its code is added to `prepared`.
         """
         if expr.is_number:
-            return repr(float(expr))
+            return repr(float(expr)) if expr.is_finite else f"float('{float(expr)}')"
         if expr not in self.constants:
             self.prepared.append(self.scalar(expr))
             self.constants[expr] = f"c[{len(self.prepared) - 1}]"
@@ -138,7 +145,7 @@ class Writer:
         The code calls exact functions, not the fast approximate ones of `evaluate`.
         """
         if expr.is_number:
-            return repr(float(expr))
+            return self.constant(expr)
         if expr in self.scalars:
             return self.scalars[expr]
         args = [self.scalar(arg) for arg in expr.args]
@@ -148,7 +155,7 @@ class Writer:
             return f"({' * '.join(args)})"
         if expr.is_Pow:
             return power(expr.exp, args[0], "(1.0 / {})")
-        return f"{self.call(expr, SCALAR_CALLS)}({', '.join(args)})"
+        return self.call(expr, SCALAR_CALLS).format(*args)
 
     def tile(self, expr: sympy.Expr) -> str:
         """Add to `lines` the statements that compute an expression. Return the result's name.
@@ -187,7 +194,7 @@ class Writer:
         if self.layer is not None and type(expr).__name__ in ("hidden_layer", "hidden_slope"):
             sizes = f"{self.layer.first}, {self.layer.width}"
             return f"{type(expr).__name__}({self.tile(expr.args[0])}, {self.row()}, {sizes})"
-        return f"{self.call(expr, CALLS)}({', '.join(self.tile(arg) for arg in expr.args)})"
+        return self.call(expr, CALLS).format(*(self.tile(arg) for arg in expr.args))
 
     def row(self) -> str:
         """Return the code of a pointer to the head's row of theta, such as "c[2]"."""

@@ -19,6 +19,15 @@ INTERPRETED = tl.constexpr(knobs.runtime.interpret)
 LOG2_ZERO = tl.constexpr(-1e30)
 """A finite replacement L of lg2(0), such that 2^(p L) = 0 and 2^(p L) L = 0 for p > 0."""
 
+_TURN = (  # to add and subtract 1.5 * 2^23 rounds to a whole number
+    "{ .reg .f32 n, t; fma.rn.f32 n, $1, 0f3E22F983, 0f4B400000; sub.rn.f32 n, 0f4B400000, n; "
+    "fma.rn.f32 t, $1, 0f3E22F983, n; fma.rn.f32 t, $1, 0f31DC9C88, t; "
+    "add.rn.f32 n, t, 0f4B400000; sub.rn.f32 n, n, 0f4B400000; sub.rn.f32 t, t, n; "
+    "mul.rn.f32 t, t, 0f40C90FDB; "
+)
+COSINE = tl.constexpr(_TURN + "cos.approx.ftz.f32 $0, t; }")
+SINE = tl.constexpr(_TURN + "sin.approx.ftz.f32 $0, t; }")
+
 
 @triton.jit
 def instruction(text: tl.constexpr, x):
@@ -70,6 +79,23 @@ def rcp_any(x):
 @triton.jit
 def ex2(x):
     return tl.exp2(x) if INTERPRETED else instruction("ex2.approx.ftz.f32 $0, $1;", x)
+
+
+@triton.jit
+def cosine(x):
+    """Return the cosine of x with an error below 1.2e-6, for |x| < 2e7.
+
+    Whole turns n are subtracted first: t = x / (2 pi) - n, where 1 / (2 pi) is the sum of two fp32
+    constants. Then the instruction's error is at most 2^-20.5. (`tl.cos` has a path for large x,
+    which needs local memory for each thread.)
+    """
+    return tl.cos(x) if INTERPRETED else instruction(COSINE, x)
+
+
+@triton.jit
+def sine(x):
+    """Return the sine of x, as `cosine` does."""
+    return tl.sin(x) if INTERPRETED else instruction(SINE, x)
 
 
 @triton.jit

@@ -34,7 +34,9 @@ from torch import Tensor
 
 BLOCK = tl.constexpr(128)
 """The number of rows that share c_r, their reference for the decay. A multiple of each tile's M."""
-LEAST = tl.constexpr(-1e30)
+# The compiler computes 2^(c y - c top) with c y exact and c top rounded. For y = top = -1e10 that
+# may be 2^300 instead of 1. So a row would become NaN if a tile had such y alone.
+LEAST = tl.constexpr(-1e9)
 """The initial running maximum of a row. It is finite, because -inf - (-inf) is NaN."""
 
 

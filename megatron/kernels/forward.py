@@ -85,7 +85,7 @@ def forward_pass(
     b, h, c = head.b, head.h, head.c
     q = load_rows(q_ptr + b * q_b + h * q_h, m0, queries, q_t, True, M, E, P)
     seen, terms = seen_by(head, m0, first_ptr, high_ptr, low_ptr, position_ptr, M, N)
-    top = tl.full([M], -float("inf") if first_ptr is None else LEAST, dtype=tl.float32)
+    top = tl.full([M], LEAST, dtype=tl.float32)
     total = tl.zeros([M], dtype=tl.float32)
     if sink_ptr is not None:  # the null key comes first
         top = null_score(sink_ptr + h, terms.decay, m0, offset, keys, M)

@@ -77,16 +77,6 @@ class Layer:
 
 
 @triton.jit
-def relu(x):
-    return tl.maximum(x, 0.0)
-
-
-@triton.jit
-def step(x):
-    return tl.where(x > 0.0, 1.0, 0.0)
-
-
-@triton.jit
 def knees_within(u, knees, K: tl.constexpr):
     """Return (begin, end). The knees begin ... end - 1 lie between the smallest and the largest u.
 

@@ -7,6 +7,9 @@ refused if 2^(y log2 x) would be wrong for some theta.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from contextlib import suppress
+from itertools import product
 from typing import Any
 
 import sympy
@@ -15,21 +18,47 @@ LN2, LOG2E = sympy.Float(math.log(2.0)), sympy.Float(1.0 / math.log(2.0))
 NAMES = ("lg2", "lg2_or_finite", "ex2", "rcp_any")
 LG2, LG2_OR_FINITE, EX2, RCP_ANY = (sympy.Function(name) for name in NAMES)
 HALVES = (sympy.Rational(1, 2), sympy.Rational(-1, 2))
+Bounds = dict[sympy.Symbol, tuple[float, float]]  # the smallest and the largest number
+FAR = 1e6  # the largest distance, and the largest number of theta where it has no bound
 
 
-class step(sympy.Function):
-    """Sympy function of x: 1 if x > 0, and 0 otherwise."""
+class select(sympy.Function):
+    """Sympy function of (x, y, a, b): a if x < y, and b otherwise."""
 
-    nargs = 1
+    nargs, is_real = 4, True
+
+    @classmethod
+    def eval(cls, x: Any, y: Any, a: Any, b: Any) -> Any:
+        if a == b:
+            return a
+        if x.is_number and y.is_number:
+            return a if x < y else b
+
+    def _eval_derivative(self, symbol: sympy.Symbol) -> Any:
+        x, y, a, b = self.args
+        return select(x, y, a.diff(symbol), b.diff(symbol))
 
 
-class relu(sympy.Function):
-    """Sympy function max(x, 0)."""
+class larger(sympy.Function):
+    """Sympy function max(x, y) of (x, y, t).
 
-    nargs, is_nonnegative = 1, True
+    Where x = y, its derivative is t times that of x plus 1 - t times that of y.
+    """
+
+    nargs, is_real = 3, True
+
+    @classmethod
+    def eval(cls, x: Any, y: Any, t: Any) -> Any:
+        if x.is_number and y.is_number:
+            return sympy.Max(x, y)
+
+    def _eval_is_nonnegative(self) -> bool | None:
+        return True if any(each.is_nonnegative for each in self.args[:2]) else None
 
     def fdiff(self, argindex: int = 1) -> Any:
-        return step(self.args[0])
+        x, y, t = self.args
+        of_x = t * select(x, y, 0, 1) + (1 - t) * select(y, x, 1, 0)
+        return of_x if argindex == 1 else 1 - of_x
 
 
 class hidden_slope(sympy.Function):
@@ -62,22 +91,23 @@ class NotExpressible(ValueError):
     """
 
 
-def lower(expr: Any, d: sympy.Symbol) -> sympy.Expr:
+def lower(expr: Any, d: sympy.Symbol, known: Bounds) -> sympy.Expr:
     """Return `expr` with log, exp and powers rewritten by the functions that a GPU has.
 
     Logarithms become `lg2` (log2 x). Exponentials become `ex2` (2^x), and so do powers that
-    `direct` does not accept. `d` is the symbol of the distance.
+    `direct` does not accept. `d` is the symbol of the distance. `known` has the bounds of symbols.
     """
     if not expr.args:
         return expr
-    args = [lower(arg, d) for arg in expr.args]
+    args = [lower(arg, d, known) for arg in expr.args]
     if isinstance(expr, sympy.exp):
         return EX2(LOG2E * args[0])
     if isinstance(expr, sympy.log):
         return LN2 * log2(expr.args[0], args[0], d)
     if expr.is_Pow and not direct(expr.exp):
         return EX2(args[1] * log2(expr.base, args[0], d))
-    if expr.is_Pow and expr.exp.is_Integer and expr.exp < 0 and exponential(expr.base, d):
+    reciprocal = expr.is_Pow and expr.exp.is_Integer and expr.exp < 0 and expr.base.has(d)
+    if reciprocal and not paired(expr.base, known):
         return RCP_ANY(args[0]) ** -expr.exp
     return expr.func(*args)
 
@@ -102,15 +132,41 @@ def layers(expr: sympy.Expr, theta: tuple[sympy.Symbol, ...]) -> tuple | None:
     return layer.args[0], *(tuple(places[x] for x in each) for each in layer.columns)
 
 
-def exponential(expr: sympy.Expr, d: sympy.Symbol) -> bool:
-    """Return whether `expr` has the distance d in an exponent.
+RISING: dict[type, Callable[..., float]] = {
+    sympy.Add: lambda *terms: sum(terms), sympy.Mul: lambda *factors: math.prod(factors),
+    sympy.Pow: pow, sympy.exp: math.exp, sympy.log: math.log, larger: lambda x, y, t: max(x, y),
+}  # fmt: skip
+"""Functions that rise or fall in each argument. So their bounds are at bounds of the arguments."""
 
-    If so, 1 / `expr` is computed by `rcp_any`, a reciprocal that also accepts infinities.
+
+def bounds_of(expr: Any, known: Bounds) -> tuple[float, float]:
+    """Return two numbers between which `expr` lies, or infinities where no bound is found.
+
+    The bounds of the symbols are `known`. An unknown symbol is at most FAR in size.
     """
-    return any(power.exp.has(d) for power in expr.atoms(sympy.exp, sympy.Pow))
+    if expr.is_number:
+        return float(expr), float(expr)
+    if expr.is_Symbol:
+        low, high = known.get(expr, (0.0 if expr.is_nonnegative else -FAR, FAR))
+        return max(low, -FAR), min(high, FAR)
+    ends, values = [bounds_of(arg, known) for arg in expr.args], [math.nan]
+    if expr.func in RISING and not (expr.is_Pow and ends[0][0] < 0.0):
+        with suppress(OverflowError, ValueError, ZeroDivisionError):
+            values = [RISING[expr.func](*corner) for corner in product(*ends)]
+    return (-math.inf, math.inf) if any(map(math.isnan, values)) else (min(values), max(values))
 
 
-def confirm_power(power: sympy.Pow, d: sympy.Symbol) -> None:
+def paired(expr: Any, known: Bounds) -> bool:
+    """Return whether 1 / `expr` may be computed by `rcp`, which multiplies neighbouring numbers.
+
+    It may if `expr` is surely between 1e-19 and 1e19 in size. Otherwise the product of two numbers
+    could overflow, and `rcp_any` takes each number by itself.
+    """
+    low, high = bounds_of(expr, known)
+    return (low > 1e-19 and high < 1e19) or (low > -1e19 and high < -1e-19)
+
+
+def confirm_power(power: sympy.Pow, d: sympy.Symbol, known: Bounds) -> None:
     """Check that the generated code computes a power x^y correctly for every theta and distance d.
 
     The code computes the power as 2^(y log2 x), unless `direct` accepts y. One of these conditions
@@ -127,13 +183,14 @@ def confirm_power(power: sympy.Pow, d: sympy.Symbol) -> None:
         NotExpressible: None of the conditions holds.
     """
     base, exponent = power.args
-    near, far = base.subs(d, 0), base.subs(d, sympy.Symbol("far", positive=True))
+    low, _ = bounds_of(base, known)
     if exponent.is_number:
-        sound = direct(exponent) or base.is_nonnegative
-    elif near.is_zero:
+        sound = direct(exponent) or base.is_nonnegative or low >= 0.0
+    elif base.subs(d, 0).is_zero:
+        far = base.subs(d, sympy.Symbol("far", positive=True))
         sound = far.is_positive and exponent.is_positive and base.free_symbols == {d}
     else:
-        sound = near.is_positive and far.is_positive
+        sound = low > 0.0
     if not sound:
         raise NotExpressible(f"{power} is not safe for every theta within its bounds")
 

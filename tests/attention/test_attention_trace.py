@@ -7,7 +7,7 @@ import sympy
 import torch
 
 from megatron.attention.flex import score_mod_of, tabulated
-from megatron.attention.formulas.trace import Unreadable, read, torch_function
+from megatron.attention.formulas.trace import Unreadable, confirm, read, torch_function
 from megatron.positional import PositionalEmbedding, ThetaParameter, load, names
 
 DISTANCE = [name for name in names() if load(name).kind == "distance"]
@@ -70,6 +70,56 @@ class Odd(PositionalEmbedding):
 def test_what_cannot_be_read_says_why(function, why):
     with pytest.raises(Unreadable, match=why):
         read(Odd(function))
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda theta, d: (theta[:, :1] - d).abs() * theta[:, 1:],
+        lambda theta, d: torch.sqrt((theta[:, :1] - d - 0.25) ** 2),
+        lambda theta, d: torch.maximum(theta[:, :1], d) - torch.minimum(2 * d, theta[:, 1:]),
+        lambda theta, d: (
+            torch.clamp(theta[:, :1] * d, min=2) + torch.clamp_max(theta[:, 1:] * d, 6)
+        ),
+        lambda theta, d: torch.clamp(d, theta[:, :1], theta[:, :1] + theta[:, 1:]),
+        lambda theta, d: torch.relu(theta[:, :1] - d),
+        lambda theta, d: torch.where(d < theta[:, :1], d * theta[:, 1:], 0.1),
+        lambda theta, d: theta[:, :1] * torch.where((d >= 1) & (d != 3) | ~(d <= 2), 0.5, 0.25),
+        lambda theta, d: ((d == 2) | torch.logical_not(d > 1)) * theta[:, 1:] + d.ne(1).double(),
+        lambda theta, d: (theta[:, :1] * d).masked_fill(d.ge(3), -torch.inf),
+        lambda theta, d: theta[:, 1:] ** torch.clamp(d - 2, min=0) + torch.full_like(d, 0.7),
+    ],
+)
+def test_piecewise_formulas_are_read(function):
+    """Values and gradients are torch's, also where both arguments of a maximum are equal."""
+    pos = Odd(function)
+    theta, d = torch.tensor([[2.0, 3.0], [1.0, 2.5]]).double().requires_grad_(), torch.arange(7.0)
+    formula = read(pos)
+    read_bias = torch_function(formula.bias, formula.arguments)
+    exact = pos.bias(theta, d.double())
+    got = read_bias(d.double(), d.double(), *theta[:, :, None].unbind(1)).expand_as(exact)
+    torch.testing.assert_close(got, exact, rtol=1e-12, atol=1e-12)
+    weights = torch.linspace(1, 2, exact.numel()).view_as(exact).double()
+    results = (torch.autograd.grad((x * weights).sum(), theta) for x in (got, exact))
+    torch.testing.assert_close(*results, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("other", ["d > 65000", "d == 2", "y <= -3", "y >= 4", "gradient"])
+def test_a_reading_is_compared_far_away_and_at_the_bounds_of_theta(other):
+    """The embedding differs from the expression x d y at a few places, or in its gradient alone."""
+
+    class Bounded(Odd):
+        parameters = (ThetaParameter("x", low=0.01), ThetaParameter("y", low=-3.0, high=4.0))
+
+    def function(theta, d):
+        x, y = theta[:, :1], theta[:, 1:]
+        if other == "gradient":
+            return x.detach() * d * y
+        return x * d * y + eval(other) * 0.5
+
+    formula = read(Bounded(lambda theta, d: theta[:, :1] * d * theta[:, 1:]))
+    with pytest.raises(Unreadable, match="not what it computes"):
+        confirm(Bounded(function), formula)
 
 
 def test_reading_in_inference_mode():

@@ -60,6 +60,12 @@ def test_ptx_is_as_committed():
     assert lines == ["2 compiled, 0 changed"]
 
 
+def test_formulas_as_compiled():
+    """One has a cosine, which once needed local memory, and one has logits of -1e11."""
+    lines = emulate("verify_formulas.py", "--only", "damped|steep$")
+    assert [line[:3] for line in lines] == ["ok "] * 3 + ["0 w"], lines
+
+
 @pytest.mark.parametrize(
     "options",
     (

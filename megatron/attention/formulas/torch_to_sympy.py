@@ -104,6 +104,7 @@ class Reader:
     def operation(self, target: Any, args: list, kwargs: dict) -> Any:
         """Return the value of a node that applies torch's operation `target` to other values."""
         name = getattr(target, "__name__", str(target)).split(".")[0]
+        name = name.removeprefix("logical_").removeprefix("bitwise_")
         if name in SAME:
             return args[0]
         if name == "getitem" and isinstance(args[0], list):
@@ -130,9 +131,9 @@ class Reader:
             raise Unreadable(f"the operation {name} has no place in an expression of d and theta")
         if name in ("add", "sub") and kwargs.get("alpha", 1) != 1:
             args[1] = self.scalar(args[1]) * exact(kwargs["alpha"])
-        elif kwargs and set(kwargs) != {"alpha"}:
+        elif set(kwargs) - {"alpha", "dtype", "layout", "device", "pin_memory"}:
             raise Unreadable(f"the operation {name} has options {sorted(kwargs)}")
-        return table[name](*(self.scalar(arg) for arg in args))
+        return table[name](*(None if arg is None else self.scalar(arg) for arg in args))
 
 
 SAME = {"_to_copy", "view", "_unsafe_view", "reshape", "unsqueeze", "expand", "clone", "detach",
@@ -157,7 +158,16 @@ def elementary() -> dict[str, Callable[..., Any]]:
     """Return a dict from the names of torch's operations to equivalent sympy functions."""
     import sympy as sp
 
-    from megatron.kernels.lowering import hidden_layer, relu
+    from megatron.kernels.lowering import hidden_layer, larger, select
+
+    half = sp.Rational(1, 2)
+
+    def clamp(x: Any, low: Any = None, high: Any = None) -> Any:
+        x = x if low is None else larger(x, low, 1)
+        return x if high is None else -larger(-x, -high, 1)
+
+    def equal(x: Any, y: Any) -> Any:
+        return select(x, y, 0, select(y, x, 0, 1))
 
     return {
         "add": lambda x, y: x + y, "sub": lambda x, y: x - y, "rsub": lambda x, y: y - x,
@@ -167,5 +177,16 @@ def elementary() -> dict[str, Callable[..., Any]]:
         "exp2": lambda x: sp.Integer(2) ** x, "expm1": lambda x: sp.exp(x) - 1, "log": sp.log,
         "log1p": lambda x: sp.log(1 + x), "log2": lambda x: sp.log(x) / sp.log(2),
         "sin": sp.sin, "cos": sp.cos, "zeros_like": lambda x: sp.S.Zero,
-        "ones_like": lambda x: sp.S.One, "relu": relu, "hidden_layer": hidden_layer,
+        "ones_like": lambda x: sp.S.One, "full_like": lambda x, value: value,
+        "scalar_tensor": lambda value: value, "hidden_layer": hidden_layer,
+        "relu": lambda x: larger(x, 0, 0), "abs": sp.Abs, "clamp": clamp, "clamp_min": clamp,
+        "clamp_max": lambda x, high: clamp(x, None, high),
+        "maximum": lambda x, y: larger(x, y, half), "minimum": lambda x, y: -larger(-x, -y, half),
+        # truth values are the numbers 1 and 0
+        "where": lambda where, x, y: select(0, where, x, y),
+        "masked_fill": lambda x, where, y: select(0, where, y, x),
+        "lt": lambda x, y: select(x, y, 1, 0), "gt": lambda x, y: select(y, x, 1, 0),
+        "ge": lambda x, y: select(x, y, 0, 1), "le": lambda x, y: select(y, x, 0, 1),
+        "eq": equal, "ne": lambda x, y: 1 - equal(x, y), "not": lambda x: 1 - x,
+        "and": lambda x, y: x * y, "or": lambda x, y: x + y - x * y,
     }  # fmt: skip

@@ -26,13 +26,15 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from megatron.attention.formulas.confirm import FP32, FP64, SCALE, Confirmation, results_of
 from megatron.attention.formulas.torch_to_sympy import Reader, Unreadable
 from megatron.positional import PositionalEmbedding
 
 if TYPE_CHECKING:
     import sympy
 
-DTYPES = (torch.float64, torch.float32)
+    from megatron.kernels.device_functions import DeviceFunctions
+
 PROBES = (0.0, 1.0, 3.0, 17.0, 250.0, 4099.0)
 
 
@@ -98,60 +100,40 @@ def assumed(low: float) -> dict[str, bool]:
 def confirm(pos: PositionalEmbedding, formula: Formula) -> None:
     """Check that `formula`, which was read from `pos` at a few inputs, is correct at other inputs.
 
-    In fp64, the formula and the embedding must give equal values and equal gradients with respect
-    to theta (the kernel's parameters). In fp32, the error of a formula's value may be at most 8
-    times the error of the embedding's value, plus 1e-5 max(1, |value|).
-
     Raises:
         Unreadable: The formula and the embedding differ, or the formula cannot be evaluated.
     """
-    generator = torch.Generator().manual_seed(1)
-    theta_HN = torch.rand(5, len(formula.theta), generator=generator, dtype=torch.float64) + 0.2
-    bounds = [(column.low, column.high) for column in pos.parameters]
-    theta_HN = theta_HN.clamp(*torch.tensor(bounds, dtype=torch.float64).view(-1, 2).unbind(1))
-    d = torch.tensor(PROBES, dtype=torch.float64)
-    for expression, function in zip((formula.bias, formula.weight), parts_of(pos), strict=True):
-        if expression is None:
-            continue
-        try:
-            read_function = torch_function(expression, formula.arguments)
-            exact, exact32 = (sample(function, theta_HN, d, dtype) for dtype in DTYPES)
-            got, got32 = (sample(by_columns(read_function), theta_HN, d, dtype) for dtype in DTYPES)
-        except (AttributeError, TypeError, RuntimeError) as error:  # Abs, or a complex number
-            raise Unreadable(f"{expression} cannot be evaluated: {error}") from error
-        if not all(torch.allclose(x, y, 1e-9, 1e-12) for x, y in zip(got, exact, strict=True)):
-            raise Unreadable(f"the expression read, {expression}, is not what it computes")
-        lost, unavoidable = ((x[0] - exact[0]).abs() for x in (got32, exact32))
-        if not (lost <= 8 * unavoidable + 1e-5 * exact[0].abs().clamp(min=1.0)).all():
-            raise Unreadable(f"{expression} loses digits in fp32")
+    import sympy
+
+    bias, weight = (x or default for x, default in ((formula.bias, 0), (formula.weight, 1)))
+    shown = " and ".join(str(x) for x in (formula.bias, formula.weight) if x is not None)
+    samples, s = Confirmation(pos), sympy.Symbol("s")
+    try:
+        function = torch_function(SCALE * s * weight + bias, (s, *formula.arguments))
+        got, got32 = (
+            results_of(lambda x, *others: function(*others, *x.unbind(1)), samples.inputs, dtype)
+            for dtype in (torch.float64, torch.float32)
+        )
+    except (AttributeError, TypeError, RuntimeError) as error:  # such as a complex number
+        raise Unreadable(f"{shown} cannot be evaluated: {error}") from error
+    if samples.worst(got, *FP64) > 1:
+        raise Unreadable(f"the expression read, {shown}, is not what it computes")
+    if samples.worst(got32, *FP32) > 1:
+        raise Unreadable(f"{shown} loses digits in fp32")
 
 
-def by_columns(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Return a function of (theta_HN, d, i) that calls `function(d, i, *columns of theta)`."""
-    return lambda theta_HN, d, i: function(d, i, *(x[:, None] for x in theta_HN.unbind(1)))
+def confirms_code(pos: PositionalEmbedding, functions: DeviceFunctions) -> bool:
+    """Return whether the device functions compute the same as the embedding (see `Confirmation`).
 
-
-def sample(
-    function: Callable[..., Tensor | None], theta_HN: Tensor, d: Tensor, dtype: torch.dtype
-) -> tuple[Tensor, Tensor]:
-    """Evaluate `function` in `dtype`. Return its values and a gradient, both as fp64.
-
-    Let f be a weighted sum of the values at the first four distances. The returned gradient is the
-    gradient of f with respect to theta (the kernel's parameters).
+    Functions without theta, and those with a layer of hidden units, are not checked.
     """
-    theta_HN, d = theta_HN.to(dtype, copy=True).requires_grad_(), d.to(dtype)
-    # At large distances an exponential may overflow, also in torch's gradient.
-    i = d + 3 * d.flip(0)
-    value, near = (
-        torch.as_tensor(function(theta_HN, d[some], i[some]), dtype=dtype)
-        for some in (slice(None), slice(4))
-    )
-    value, near = value.expand(len(theta_HN), len(d)), near.expand(len(theta_HN), 4)
-    gradient = torch.zeros_like(theta_HN)
-    if near.requires_grad:
-        weights = torch.linspace(1.0, 2.0, near.numel(), dtype=dtype).view_as(near)
-        gradient = torch.autograd.grad((near * weights).sum(), theta_HN)[0]
-    return value.detach().double(), gradient.double()
+    from megatron.kernels.simulate import simulate
+
+    if functions.layer is not None or not functions.num_theta:
+        return True
+    with torch.inference_mode(False), torch.enable_grad(), torch.device("cpu"):
+        samples = Confirmation(pos)
+        return samples.worst(simulate(functions, samples.inputs, SCALE), *FP32) <= 1
 
 
 @lru_cache(maxsize=128)
@@ -162,7 +144,14 @@ def torch_function(expression: sympy.Expr, arguments: tuple[sympy.Symbol, ...]) 
     because `torch.compile` would compile every new function object again.
     """
     names = [symbol.name for symbol in arguments]
-    return eval(f"lambda {', '.join(names)}: {torch_text(expression)}", {"torch": torch})
+    scope = {"torch": torch, "inf": math.inf, "larger": larger}
+    return eval(f"lambda {', '.join(names)}: {torch_text(expression)}", scope)
+
+
+def larger(x: Any, y: Any, t: float) -> Tensor:
+    """Return max(x, y); where x = y, with t times x's gradient and 1 - t times y's gradient."""
+    first, second = torch.where(x < y, y, x), torch.where(y < x, x, y)
+    return first if t == 1 else second if t == 0 else (first + second) / 2
 
 
 def torch_text(expression: Any) -> str:
@@ -171,17 +160,25 @@ def torch_text(expression: Any) -> str:
         return f"({float(expression)!r})"
     if expression.is_Symbol:
         return expression.name
-    args = [torch_text(arg) for arg in expression.args]
+    args, name = [torch_text(arg) for arg in expression.args], type(expression).__name__
     if expression.is_Add:
         return f"({' + '.join(args)})"
-    if expression.is_Mul:
-        return f"({' * '.join(args)})"
+    if expression.is_Mul:  # with divisions, because the derivative of x^-1 underflows for large x
+        below = [x for x in expression.args if x.is_Pow and x.exp == -1]
+        above = [text for text, x in zip(args, expression.args, strict=True) if x not in below]
+        divided = "".join(f" / {torch_text(1 / x)}" for x in below)
+        return f"({' * '.join(above or ['1.0'])}{divided})"
     if expression.is_Pow and expression.base.is_number:
         return f"torch.exp({math.log(expression.base)!r} * {args[1]})"
     if expression.is_Pow:
         return f"({args[0]} ** {args[1]})"
-    if len(args) > 1:  # a hidden layer
+    if name == "select":
+        tensor = args[1 if expression.args[0].is_number else 0]  # so that numbers get its dtype
+        return f"torch.where({args[0]} < {args[1]}, {args[2]} + 0 * {tensor}, {args[3]})"
+    if name == "larger":
+        return f"larger({', '.join(args)})"
+    if name == "hidden_layer":
         units = zip(*expression.columns, strict=True)
         units = (f"{v} * torch.relu({w} * u + {b})" for w, b, v in units)
         return f"(lambda u: {' + '.join(units)})({args[0]})"
-    return f"torch.{type(expression).__name__}({args[0]})"
+    return f"torch.{name.lower()}({args[0]})"

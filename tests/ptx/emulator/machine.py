@@ -93,7 +93,9 @@ class Program(Products):
                 "cos": np.cos,
                 "tanh": np.tanh,
             }[name](y)
-            if self.noise:
+            if self.noise and name in ("sin", "cos"):  # within a turn, absolute
+                y = np.where(np.abs(x) <= 3.2, y + self.error(x, 2.0**-20.5), np.nan)
+            elif self.noise:
                 y = y * (1 + self.error(x, 2.0**-23))
         y = y.astype(F32)
         return flush(y) if ftz else y
