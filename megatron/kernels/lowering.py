@@ -36,7 +36,7 @@ class select(sympy.Function):
 
     def _eval_derivative(self, symbol: sympy.Symbol) -> Any:
         x, y, a, b = self.args
-        return select(x, y, a.diff(symbol), b.diff(symbol))
+        return select(x, y, sympy.diff(a, symbol), sympy.diff(b, symbol))
 
 
 class larger(sympy.Function):
@@ -56,7 +56,7 @@ class larger(sympy.Function):
         return True if any(each.is_nonnegative for each in self.args[:2]) else None
 
     def fdiff(self, argindex: int = 1) -> Any:
-        x, y, t = self.args
+        x, y, t = map(sympy.sympify, self.args)
         of_x = t * select(x, y, 0, 1) + (1 - t) * select(y, x, 1, 0)
         return of_x if argindex == 1 else 1 - of_x
 

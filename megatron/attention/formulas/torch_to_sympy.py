@@ -162,9 +162,12 @@ def elementary() -> dict[str, Callable[..., Any]]:
 
     half = sp.Rational(1, 2)
 
+    def smaller(x: Any, y: Any, t: Any = half) -> Any:
+        return sp.Mul(-1, larger(-x, -y, t))
+
     def clamp(x: Any, low: Any = None, high: Any = None) -> Any:
         x = x if low is None else larger(x, low, 1)
-        return x if high is None else -larger(-x, -high, 1)
+        return x if high is None else smaller(x, high, 1)
 
     def equal(x: Any, y: Any) -> Any:
         return select(x, y, 0, select(y, x, 0, 1))
@@ -181,7 +184,7 @@ def elementary() -> dict[str, Callable[..., Any]]:
         "scalar_tensor": lambda value: value, "hidden_layer": hidden_layer,
         "relu": lambda x: larger(x, 0, 0), "abs": sp.Abs, "clamp": clamp, "clamp_min": clamp,
         "clamp_max": lambda x, high: clamp(x, None, high),
-        "maximum": lambda x, y: larger(x, y, half), "minimum": lambda x, y: -larger(-x, -y, half),
+        "maximum": lambda x, y: larger(x, y, half), "minimum": smaller,
         # truth values are the numbers 1 and 0
         "where": lambda where, x, y: select(0, where, x, y),
         "masked_fill": lambda x, where, y: select(0, where, y, x),
