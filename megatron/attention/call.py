@@ -95,7 +95,7 @@ class Call:
         return self.absolute_positions() - self.starts_BS[:, self.query_offset : self.end]
 
     def absolute_positions(self) -> Tensor:
-        """Return the position of each query, [B or 1, T], from which its temperature is computed.
+        """Return the position of each query, [B or 1, T], not counted from its document's start.
 
         These are the call's `positions_BT`. If `positions_BT` is None, positions are counted from
         the first key.
@@ -103,6 +103,10 @@ class Call:
         if self.positions_BT is not None:
             return self.positions_BT
         return torch.arange(self.query_offset, self.end, device=self.q_BHTE.device)[None]
+
+    def temperature_positions(self) -> Tensor:
+        """Return the positions of queries, [B or 1, T], from which temperatures are computed."""
+        return self.positions() if self.pos.tempers_bias else self.absolute_positions()
 
     def bias(self, theta_HN: Tensor, distance_TS: Tensor) -> Tensor | None:
         """Return the distance kernel's bias [B or 1, H, T, S], or None if it is 0 everywhere."""
@@ -153,7 +157,8 @@ def lowered(call: Call, *, grouped: bool, tempered: bool = False) -> Call:
         k_BKSE, v_BKSE = (x.repeat_interleave(group, dim=1) for x in (k_BKSE, v_BKSE))
     if k_BKSE is not call.k_BKSE:
         call = replace(call, k_BKSE=k_BKSE, v_BKSE=v_BKSE, decay_BHS=decay_BHS)
-    if call.pos.reads_position and call.starts_BS is not None and call.positions_BT is None:
+    several = call.starts_BS is not None and call.positions_BT is None
+    if call.pos.reads_position and several and not call.pos.tempers_bias:
         tempered = False  # biases and the temperature then count from different positions
     if call.pos.has("temperature") and not tempered:
         call = replace(call, q_BHTE=_tempered(call))
@@ -166,7 +171,7 @@ def lowered(call: Call, *, grouped: bool, tempered: bool = False) -> Call:
 def _tempered(call: Call) -> Tensor:
     """Return the queries, each multiplied by the temperature of its position."""
     q_BHTE = call.q_BHTE
-    t_HBT = call.pos.temperature(call.theta, call.absolute_positions())
+    t_HBT = call.pos.temperature(call.theta, call.temperature_positions())
     return (q_BHTE * t_HBT.transpose(0, 1)[..., None]).to(q_BHTE.dtype)
 
 

@@ -262,4 +262,9 @@ def remark(request: Request) -> str:
     return "theta's gradient by atomic additions, not repeatable bit for bit"
 
 
-BACKEND = Backend("flex", flex, refusal, remark, grouped=True, gives_lse=True)
+def tempers(pos: PositionalEmbedding) -> bool:
+    """Return whether the score_mod multiplies the scores by the embedding's temperature."""
+    return pos.tempers_bias and pos.has("distance")
+
+
+BACKEND = Backend("flex", flex, refusal, remark, grouped=True, tempers=tempers, gives_lse=True)

@@ -166,7 +166,7 @@ def _inputs(call: Call, tabulated: bool, layer: Columns | None) -> tuple[Tensor 
         first_BT = first_BT.int().expand(len(q_BHTE), -1).contiguous()
     position_BT = None
     if call.pos.reads_position or tempered:
-        positions = call.positions if call.pos.reads_position else call.absolute_positions
+        positions = call.positions if call.pos.reads_position else call.temperature_positions
         position_BT = positions().int().expand(len(q_BHTE), -1).contiguous()
     inputs = (q_BHTE, call.k_BKSE, call.v_BKSE, rows_HW, call.sink_H, call.decay_BHS)
     return *inputs, first_BT, position_BT, seed

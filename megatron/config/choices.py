@@ -60,6 +60,7 @@ _STICKS = "it replaces the softmax by a product over the keys in between"
 _BY_CONTENT = {
     "cope": "its positions are sums of gates over a row's scores, not distances",
     "xl_bias": "its bias depends on the content of the query",
+    "pope": "its scores are products of vectors of twice the head size, with learned phases",
     "path": "it transforms keys by a matrix of every token between key and query",
     "wall": "it decays each channel of a score by gates of the tokens in between",
     **dict.fromkeys(("stick_breaking", "stickbreaking"), _STICKS),

@@ -198,8 +198,11 @@ class Writer:
     def affine(self, slope: Any, offset: Any) -> str:
         """Return the code of offset + slope * d, where d is the query-key distance di - dj.
 
-        The code is (offset + slope * di) - slope * dj. Both slope and offset are constants.
+        The code is (offset + slope * di) - slope * dj. Both slope and offset are constants. With
+        the slopes 1 and -1, di - dj comes first, so that a small offset keeps its digits.
         """
+        if abs(slope) == 1 and not sympy.S(offset).is_number:
+            return f"({self.constant(offset)} {'+' if slope == 1 else '-'} (di - dj))"
         k = "" if slope == 1 else f"{self.constant(slope)} * "
         start = "" if offset == 0 else f"{self.constant(offset)} + "
         return f"(({start}{k}di) - {k}dj)"

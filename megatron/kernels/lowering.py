@@ -26,7 +26,7 @@ class step(sympy.Function):
 class relu(sympy.Function):
     """Sympy function max(x, 0)."""
 
-    nargs = 1
+    nargs, is_nonnegative = 1, True
 
     def fdiff(self, argindex: int = 1) -> Any:
         return step(self.args[0])

@@ -34,6 +34,8 @@ __all__ = [
 
 OTHERS = {"base", "combination", "fixed_value", "hidden_layer", "theta_bounds", "theta_parameter"}
 """The files of this package that define no embedding."""
+OPTIONS = {bool: "true or false", int: "a whole number", float: "a number"}
+"""Types of options, and what to write for each."""
 
 
 def names() -> tuple[str, ...]:
@@ -90,8 +92,8 @@ def load(name: str, *, numerics: Numerics = WIDE, **options: Any) -> PositionalE
     for option, value in options.items():
         kind = type(parameters[option].default)
         fits = isinstance(value, (int, float) if kind is float else kind)
-        if kind in (int, float) and (not fits or isinstance(value, bool)):
-            expected = "a whole number" if kind is int else "a number"
+        if kind in OPTIONS and not (fits and isinstance(value, bool) == (kind is bool)):
+            expected = OPTIONS[kind]
             raise PositionalError(f"{name}: option {option} is {expected}, not {value!r}")
     return found[0](**options, numerics=numerics)
 

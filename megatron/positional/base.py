@@ -19,8 +19,9 @@ position i and key position j <= i in head h, at distance d = i - j, is
 
     s_ij = t_h(i) scale (q_i . k_j) w_h(d) + b_h(d, i) + c_i - c_j
 
-The bias is added AFTER the 1/sqrt(head size) scaling, as in the released KERPLE code and
-checkpoints. (Eq. 1 of the paper, arXiv 2205.09921, adds the bias before the scaling.)
+If the temperature sets `tempers_bias`, it multiplies b, too. The bias is added AFTER the
+1/sqrt(head size) scaling, as in the released KERPLE code and checkpoints. (Eq. 1 of the paper,
+arXiv 2205.09921, adds the bias before the scaling.)
 
 Legend: H heads, N columns of theta, `d` a tensor of any shape that holds distances >= 0.
 """
@@ -73,6 +74,8 @@ class PositionalEmbedding(FixedValue):
     """The factor by which each distance is multiplied before a formula uses it (see `scaled`)."""
     reads_position: bool = False
     """Whether the bias depends on the query's position, too (see `bias_at`)."""
+    tempers_bias: bool = False
+    """Whether the temperature multiplies the bias, too: t (s + b) instead of t s + b."""
 
     def __init__(self, numerics: Numerics = WIDE):
         self.numerics = numerics

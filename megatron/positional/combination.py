@@ -46,9 +46,11 @@ class Combination(PositionalEmbedding):
             for term in terms
             for parameter in term.parameters
         )
-        self.reads_position = any(term.reads_position for term in terms)
-        self._kernel = self._part("distance")
+        self.tempers_bias = any(term.tempers_bias for term in terms)
+        tempered = self.tempers_bias and self.has("distance")
+        self.reads_position = tempered or any(term.reads_position for term in terms)
         self._tempered_kernel = self._part("distance", "temperature")
+        self._kernel = self._tempered_kernel if tempered else self._part("distance")
 
     def identity(self) -> tuple[PositionalEmbedding, ...]:
         return self._terms
@@ -71,7 +73,10 @@ class Combination(PositionalEmbedding):
         parts = self._with_theta(theta_HN)
         if i is None:
             return _joined((term.bias(own_HN, d) for term, own_HN in parts), torch.add)
-        return _joined((term.bias_at(own_HN, d, i) for term, own_HN in parts), torch.add)
+        bias = _joined((term.bias_at(own_HN, d, i) for term, own_HN in parts), torch.add)
+        if bias is None or not self.tempers_bias:
+            return bias
+        return bias * self.temperature(theta_HN, i)
 
     def weight(self, theta_HN: Tensor, d: Tensor) -> Tensor | None:
         values = (term.weight(own_HN, d) for term, own_HN in self._with_theta(theta_HN))

@@ -3,6 +3,9 @@
 Nakanishi 2025 (arXiv 2501.19399, scalable softmax). A query at position i sees i + 1 keys. The
 temperature multiplies the scaled query-key products, so that the softmax does not become flatter as
 the number of keys grows. Under `reset_position_ids`, i is the position within the document.
+
+With the option `temper_bias`, the temperature multiplies the sum of product and bias, t (s + b), as
+in BAM-SSMax (arXiv 2505.22842). Then i is always the position within the document.
 """
 
 from __future__ import annotations
@@ -25,16 +28,17 @@ class LogN(PositionalEmbedding):
 
     Args:
         length: The number of keys (at least 2) at which the initial temperature is 1.
+        temper_bias: Whether the temperature also multiplies the biases of distance kernels.
     """
 
     kind = "temperature"
     parameters = (ThetaParameter("temperature"),)
 
-    def __init__(self, length: int = 512, *, numerics: Numerics = WIDE):
+    def __init__(self, length: int = 512, temper_bias: bool = False, *, numerics: Numerics = WIDE):
         super().__init__(numerics)
         if length < 2:
             raise PositionalError(f"log_n needs a length of at least 2, not {length}")
-        self.length = length
+        self.length, self.tempers_bias = length, temper_bias
 
     def initial_theta(self, num_heads: int, generator: torch.Generator | None = None) -> Tensor:
         return torch.full((num_heads, 1), 1.0 / math.log(self.length))

@@ -19,6 +19,10 @@ CROSSES = [
     ("bias", "decay", "documents"),
     ("weight", "sink", "window"),
     ("temperature", "sink", "decay"),
+    ("tempered bias", "documents"),
+    ("tempered bias", "documents", "sink"),
+    ("tempered bias", "bias", "bam", "documents"),
+    ("tempered bias", "bias", "weight", "sink", "decay", "window"),
     TERMS,
 ]
 SMALL_TILES = {"BUFFER_ELEMENTS": 700, "MIN_ROWS": 3, "MAX_ROWS": 16}

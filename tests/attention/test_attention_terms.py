@@ -38,12 +38,16 @@ def by_hand(q, k, v, pos, theta, *, scale, starts=None, window=None, c=None, pos
             y = scale * q[b, h, i] @ k[b, h, j]
             if pos.has("temperature"):
                 at = i if positions is None else positions[b, i]
-                y = y * pos.temperature(theta, torch.as_tensor(at))[h]
+                if pos.tempers_bias and starts is not None:
+                    at = i - starts[b, i]
+                t = pos.temperature(theta, torch.as_tensor(at))[h]
+                y = y * t
             d = torch.tensor([i - j])
             if pos.has("distance"):
                 bias, weight = pos.bias(theta, d), pos.weight(theta, d)
                 y = y if weight is None else y * weight[h, 0]
-                y = y if bias is None else y + bias[h, 0]
+                if bias is not None:
+                    y = y + bias[h, 0] * (t if pos.tempers_bias else 1)
             y = y if c is None else y + c[b, h, i] - c[b, h, j]
             logits.append(y)
             values.append(v[b, h, j])
@@ -63,6 +67,10 @@ CASES = {
     "decay": ("kerple_log", {"decay_BHS": decay()}),
     "temperature": ("log_n", {}),
     "temperature by document": ("log_n", {"positions_BT": torch.arange(T) - STARTS}),
+    "tempered bias": ("log_n + kerple_log + bam + kerple_power_mul", {"window": 5}),
+    "tempered bias in documents": ("log_n + bam", {"starts_BS": STARTS}),
+    "tempered bias without a bias": ("log_n", {"starts_BS": STARTS}),
+    "tempered bias without a bias, with a sink": ("log_n + sink", {"starts_BS": STARTS}),
     "sink": ("sink", {}),
     "all": (
         "log_n + sink + kerple_log + kerple_power_mul",
@@ -74,7 +82,8 @@ CASES = {
 @pytest.mark.parametrize("case", CASES)
 def test_eager_is_the_formula(case):
     name, options = CASES[case]
-    pos = load(name)
+    tempered = {"temper_bias": True} if case.startswith("tempered bias") else {}
+    pos = load(name, **({"log_n": tempered} if "+" in name else tempered))
     theta = torch.rand(H, len(pos.parameters), dtype=torch.float64) + 0.1
     got = attend(*inputs(), pos, theta, scale=0.4, backend="eager", **options)
     renamed = {"starts_BS": "starts", "decay_BHS": "c", "positions_BT": "positions"}

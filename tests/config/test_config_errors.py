@@ -98,6 +98,7 @@ def test_unknown_keys(problems: Problems, text: str, key: str, hint: str) -> Non
         ("pos_emb: dape", "it mixes the scores of all heads in a network"),
         ("pos_emb: capev2", "it mixes the scores of all heads in a network"),
         ("pos_emb: kerple_c", "it mixes the scores of all heads in a network"),
+        ("pos_emb: pope", "its scores are products of vectors of twice the head size"),
         ("pos_emb: path", "it transforms keys by a matrix of every token"),
         ("pos_emb: wall", "it decays each channel of a score"),
         ("pos_emb: stick_breaking", "it replaces the softmax"),

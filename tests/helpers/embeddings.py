@@ -2,7 +2,7 @@
 
 from megatron.positional import load, names
 
-ALIKE = frozenset({"alibi_learned", "gaussian", "gaussian3", "gaussian_mul", "fire"})
+ALIKE = frozenset({"alibi_learned", "bam", "gaussian", "gaussian3", "gaussian_mul", "fire"})
 """Embeddings whose formula takes the ways that another's takes through every backend. The contract,
 the interpreter and the blocked backend test them once; tests of many cells for each name do not.
 FIRE takes long in the interpreter, so `test_attention_fire` and `test_kernels_hidden` have it, with

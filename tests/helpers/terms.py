@@ -19,6 +19,7 @@ POS_TERMS = {
 TERMS = (*POS_TERMS, "decay", "documents", "window")
 OTHERS = {"table": "rpe"}  # what the fused backend tabulates; no term of its own
 OTHERS |= {name: name for name in names()}
+OTHERS["tempered bias"] = "log_n"  # t (s + b)
 
 
 class Case:
@@ -44,7 +45,11 @@ class Case:
 
         keys = offset + queries + later
         known = POS_TERMS | OTHERS
-        self.pos = load(" + ".join(known[term] for term in terms if term in known) or "none")
+        name = " + ".join(known[term] for term in terms if term in known) or "none"
+        options: dict[str, Any] = {}
+        if "tempered bias" in terms:
+            options = {"log_n": {"temper_bias": True}} if "+" in name else {"temper_bias": True}
+        self.pos = load(name, **options)
         inputs = [draw(batch, heads, queries, size)]
         inputs += [draw(batch, heads // group, keys, size) for _ in range(2)]
         self.options: dict[str, Any] = {"scale": 0.35, "query_offset": offset}

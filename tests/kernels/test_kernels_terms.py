@@ -22,6 +22,8 @@ CROSSES = [
     ("bias", "decay", "documents"),
     ("weight", "sink", "window"),
     ("table", "sink", "decay", "documents"),
+    ("tempered bias", "documents"),
+    ("tempered bias", "bam", "decay", "documents"),
     TERMS,
 ]
 

@@ -118,6 +118,14 @@ def fire_bias(theta: Sequence[float], d: np.ndarray, i: np.ndarray) -> np.ndarra
     return sum(v * np.maximum(w * u + b, 0.0) for w, b, v in triples) + 0.0 * u
 
 
+def bam_bias(theta: Sequence[float], d: np.ndarray) -> np.ndarray:
+    """Compute the logarithm of a generalized Gaussian around the location 2 sinh(theta_mu)."""
+    alpha, beta, mu = theta
+    key_before_query = -1.0 * d
+    far = np.abs(key_before_query - 2.0 * np.sinh(mu)) + 1e-5
+    return -np.exp(alpha + beta * np.log(far))
+
+
 def slopes_column(heads: int) -> np.ndarray:
     return np.array(alibi_slopes(heads))[:, None]
 
@@ -228,6 +236,13 @@ ENTRIES: dict[str, Entry] = {
             *(Column(f"{x}{k}", -INF, INF, None) for x in "wbv" for k in range(32)),
         ),
         lambda theta, d: fire_bias(theta, d, position_of(d)),
+    ),
+    "bam": Entry(
+        "distance",
+        True,
+        tuple(Column(f"theta_{x}", -INF, INF, None) for x in ("alpha", "beta", "mu")),
+        bam_bias,
+        initial=lambda heads: np.zeros((heads, 3)),
     ),
     "rotary": Entry("rotary"),
     "sinusoidal": Entry("input"),

@@ -125,6 +125,12 @@ def test_distance_zero_is_neutral_and_without_gradient(name, part):
         torch.testing.assert_close(here[:, 0], (v * b.relu()).sum(1))
         assert torch.equal(theta.grad[:, :34], torch.zeros(HEADS, 34))
         return
+    if name == "bam":  # its location is a free number
+        alpha, beta, mu = theta.unbind(1)
+        expected = -alpha.exp() * (2 * mu.sinh().abs() + 1e-5) ** beta
+        torch.testing.assert_close(here[:, 0], expected)
+        assert theta.grad.isfinite().all()
+        return
     assert torch.equal(here, torch.full((HEADS, 1), 0.0 if part == "bias" else 1.0))
     assert torch.equal(theta.grad, torch.zeros_like(theta))
 

@@ -41,6 +41,9 @@ def test_options():
     assert load("rpe", scale=2).scale == 2
     with pytest.raises(PositionalError, match="kerple_log has no option scale; it has no options"):
         load("kerple_log", scale=2.0)
+    with pytest.raises(PositionalError, match="log_n: option temper_bias is true or false, not 1"):
+        load("log_n", temper_bias=1)
+    assert load("log_n", temper_bias=True).tempers_bias and not load("log_n").tempers_bias
     for wrong in ({"num_buckets": 1}, {"max_distance": 16}):
         with pytest.raises(PositionalError, match="max_distance > num_buckets // 2"):
             load("rpe", **wrong)
