@@ -52,6 +52,7 @@ def shape_of(config: Config, vocab_size: int) -> GPTShape:
         tanh_gelu=m.bias_gelu_fusion,
         num_kv_heads=None if m.num_kv_heads == m.num_attention_heads else m.num_kv_heads,
         qk_norm=m.use_qk_layernorm,
+        output_gate=m.attention_output_gate,
         attention_bias=m.use_bias_in_attn_linear,
         mlp_bias=m.use_bias_in_mlp,
         attention_dropout=m.attention_dropout,

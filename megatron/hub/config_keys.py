@@ -146,6 +146,7 @@ def misfits(config: Config) -> list[str]:
         "reset_attention_mask": m.reset_attention_mask,
         "published_numerics": m.published_numerics,
         "use_qk_layernorm": m.use_qk_layernorm,
+        "attention_output_gate": m.attention_output_gate,
         f"norm: {m.norm}": m.norm == "scalenorm",
         "sliding_window_width of single layers": len(windows) > 1,
     }

@@ -35,7 +35,7 @@ TOLERANCE = {torch.float32: 1e-4, torch.float64: 1e-9}
 """The largest accepted difference of logits, by the dtype in which logits are compared."""
 _SHARD = "5GB"
 _SAME = ("hidden_size", "norm_eps", "qk_norm", "activation", "tanh_gelu", "attention_bias")
-_SAME += ("mlp_bias", "gpt_j_residual", "rotary_ndims", "rotary_base")
+_SAME += ("output_gate", "mlp_bias", "gpt_j_residual", "rotary_ndims", "rotary_base")
 """The values of a `BlockShape` that `KerpleConfig` has under the same names."""
 _LONGEST = 1024
 """The largest number of tokens of a text that both models read for the comparison."""

@@ -30,6 +30,7 @@ class KerpleConfig(PretrainedConfig):
         norm: `layernorm`, `rmsnorm` (epsilon outside the root), `fused_rmsnorm` (epsilon inside the
             root) or `scalenorm`.
         intermediate_size: The inner width of the MLP.
+        output_gate: Whether attention's output is multiplied by a sigmoid gate of its input.
         pos_emb: The positional embedding of each layer, or one name for all layers.
         pos_emb_options: Maps names of positional embeddings to their options.
         theta_per_layer: Whether each layer has its own parameters of the positional embedding.
@@ -47,10 +48,11 @@ class KerpleConfig(PretrainedConfig):
     def __init__(
         self, vocab_size=64, hidden_size=16, num_hidden_layers=1, num_attention_heads=1,
         num_key_value_heads=1, intermediate_size=64, max_position_embeddings=64, norm="layernorm",
-        norm_eps=1e-5, qk_norm=False, activation="gelu", tanh_gelu=False, attention_bias=True,
-        mlp_bias=True, gpt_j_residual=False, rotary_ndims=16, rotary_base=10000.0, pos_emb="none",
-        pos_emb_options=None, theta_per_layer=False, distance_scale=1.0, windows=None,
-        document_end=None, restart_positions=False, position_offset=0, use_cache=True, **kwargs,
+        norm_eps=1e-5, qk_norm=False, output_gate=False, activation="gelu", tanh_gelu=False,
+        attention_bias=True, mlp_bias=True, gpt_j_residual=False, rotary_ndims=16,
+        rotary_base=10000.0, pos_emb="none", pos_emb_options=None, theta_per_layer=False,
+        distance_scale=1.0, windows=None, document_end=None, restart_positions=False,
+        position_offset=0, use_cache=True, **kwargs,
     ):  # fmt: skip
         own = dict(locals())
         for name in ("self", "kwargs", "__class__"):
@@ -119,6 +121,7 @@ class Attention(nn.Module):
         self.qk_layernorm = norm_of(config, self.size, heads) if config.qk_norm else None
         self.dense = nn.Linear(hidden, hidden, bias=bias)
         self.gate = nn.Linear(hidden, heads) if pos.has("gate") else None
+        self.output_gate = nn.Linear(hidden, hidden, bias=bias) if config.output_gate else None
 
     def forward(
         self, x_BTD: Tensor, theta_HN: Tensor, at: Columns, cache: DynamicCache | None
@@ -151,7 +154,10 @@ class Attention(nn.Module):
             starts_BS=at.starts_BS, positions_BT=at.positions_BT, padding_BTS=at.padding_BTS,
         )  # fmt: skip
         out_BHTE = eager(lowered(call, grouped=False))
-        return self.dense(out_BHTE.transpose(1, 2).flatten(2))
+        out_BTD = out_BHTE.transpose(1, 2).flatten(2)
+        if self.output_gate is not None:
+            out_BTD = out_BTD * self.output_gate(x_BTD).sigmoid()
+        return self.dense(out_BTD)
 
 
 class MLP(nn.Module):

@@ -6,7 +6,9 @@
 Legend: B batch, T positions, D hidden size, H heads, K key heads, E head size (D = H E), N columns
 of theta, drop dropout.
 
-One fused projection computes queries, keys and values (see `heads`).
+One fused projection computes queries, keys and values (see `heads`). With `output_gate`, the
+output of attention (before the projection `dense`) is multiplied by the gate sigmoid(W norm1(x) +
+b), one number for each head and channel (arXiv 2505.06708, `attention_output_gate` in Megatron).
 
 Theta holds the parameters of the distance kernel, a bias or factor that depends only on the
 query-key distance. The model has one theta, which every block gets as an input. If layers have
@@ -73,6 +75,8 @@ class SelfAttention(nn.Module):
         key_heads = shape.num_heads // shape.group // tp.size
         self.copies = self.cp.size // math.gcd(key_heads, self.cp.size)
         self.gate = ColumnLinear(hidden, shape.num_heads, tp) if self.pos.has("gate") else None
+        gated = shape.output_gate
+        self.output_gate = ColumnLinear(hidden, hidden, tp, bias=bias) if gated else None
 
     def forward(
         self,
@@ -119,7 +123,10 @@ class SelfAttention(nn.Module):
                 positions_BT=positions_BT,
             )
         out_BHTE = all_to_all(out_BHTE, self.cp, split=2, join=1)
-        return self.dense(out_BHTE.transpose(1, 2).flatten(2), partial)
+        out_BTD = out_BHTE.transpose(1, 2).flatten(2)
+        if self.output_gate is not None:
+            out_BTD = out_BTD * self.output_gate(x_BTD).sigmoid()
+        return self.dense(out_BTD, partial)
 
     def _queries_keys_values(self, x_BTD: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Return q [B, H, T, E], k and v [B, K, T, E] for all positions and this rank's heads.

@@ -26,6 +26,7 @@ class BlockShape:
             hidden_size) for `geglu`, as in KERPLE's published code.
         num_kv_heads: The number of key and value heads. None means one for each query head.
         qk_norm: Whether the norm `norm` is applied to each head's queries and keys.
+        output_gate: Whether attention's output is multiplied by a gate (see `block`).
         attention_bias: Whether the linear layers of attention have a bias.
         mlp_bias: Whether the linear layers of the MLP have a bias.
         tanh_gelu: Whether to use the tanh approximation of gelu.
@@ -45,6 +46,7 @@ class BlockShape:
     inner_size: int | None = None
     num_kv_heads: int | None = None
     qk_norm: bool = False
+    output_gate: bool = False
     attention_bias: bool = True
     mlp_bias: bool = True
     attention_dropout: float = 0.0

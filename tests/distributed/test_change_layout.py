@@ -32,6 +32,7 @@ BASE = {
     "num_attention_heads": 8,
     "num_kv_heads": 4,
     "use_qk_layernorm": True,
+    "attention_output_gate": True,
     "use_bias_in_attn_linear": False,
     "norm": "rmsnorm",
 }

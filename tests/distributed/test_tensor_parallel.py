@@ -45,6 +45,7 @@ VARIANTS = {
     "llama, two key heads": {"pos": "rotary", "block": LLAMA | {"num_kv_heads": 2}},
     "llama, q and k normed": {"pos": "rotary", "block": LLAMA | {"qk_norm": True}},
     "layernorm of q and k": {"block": {"qk_norm": True}},
+    "output gate": {"block": {"output_gate": True}},
     "scalenorm of q and k": {"block": {"qk_norm": True, "norm": "scalenorm"}},
     "kerple_power": {"pos": "kerple_power"},
     "rpe": {"pos": "rpe"},

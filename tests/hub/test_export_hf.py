@@ -46,7 +46,7 @@ BLOCKS = [
     {"activation": "reglu", "no_weight_tying": True, "intermediate_size": 24},
     {"activation": "glu", "norm": "scalenorm", "use_qk_layernorm": True},
     {"activation": "bilinear", "gpt_j_residual": True, "norm": "rmsnorm"},
-    {"activation": "mish"},
+    {"activation": "mish", "attention_output_gate": True, "num_kv_heads": 2},
     {"activation": "softsign", "sliding_window_width": 3},
     {"activation": "swish", "sliding_window_width": [[["none", 3], "all"]]},
     {"bias_gelu_fusion": True, "opt_pos_emb_offset": 2, "pos_emb": "learned"},

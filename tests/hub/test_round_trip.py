@@ -69,7 +69,7 @@ def test_a_model_of_transformers_comes_back_as_its_class(name, dtype, tmp_path):
 
 
 RUNS = [
-    {"pos_emb": "kerple_log", "no_weight_tying": True},
+    {"pos_emb": "kerple_log", "no_weight_tying": True, "attention_output_gate": True},
     {"pos_emb": [[["kerple_log + sink", "rpe"], "all"]], "theta_per_layer": True},
     {"pos_emb": "learned", "opt_pos_emb_offset": 2, "norm": "scalenorm", "use_qk_layernorm": True},
     {"pos_emb": "alibi + fire + forget_gate"},

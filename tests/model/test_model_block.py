@@ -36,7 +36,10 @@ CASES = {
     "layernorm of q and k": LLAMA | {"qk_norm": True, "norm": "layernorm", "num_kv_heads": None},
     "scalenorm of q and k": LLAMA | {"qk_norm": True, "norm": "scalenorm"},
     "biases": LLAMA | {"attention_bias": True, "mlp_bias": True, "rotary_pct": 0.5},
-    "everything": LLAMA | {"qk_norm": True, "fused_norm": True, "gpt_j_residual": True},
+    "output gate": LLAMA | {"output_gate": True},
+    "output gate with a bias": LLAMA | {"output_gate": True, "attention_bias": True},
+    "everything": LLAMA
+    | {"qk_norm": True, "fused_norm": True, "gpt_j_residual": True, "output_gate": True},
 }
 SCALED = {
     "linear": {"rope_type": "linear", "factor": 4.0},
@@ -146,7 +149,8 @@ def reference(model, scaling, ids):
             scores = turned(q_TE) @ turned(k_TE).T / math.sqrt(size)
             hidden = torch.ones_like(scores).triu(1).bool()
             out.append(scores.masked_fill(hidden, -math.inf).softmax(-1) @ v_TE)
-        return linear(torch.cat(out, -1), f"{name}.dense")
+        gate = 1 + (-linear(x, f"{name}.output_gate")).exp() if b.output_gate else 1
+        return linear(torch.cat(out, -1) / gate, f"{name}.dense")
 
     def mlp(x, name):
         value, gate = linear(x, f"{name}.dense_h_to_4h").chunk(2, -1)

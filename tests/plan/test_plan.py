@@ -102,6 +102,8 @@ def test_layouts_divide_memory():
     sharded = kept("model_parallel_size=2", "sequence_parallel=true", gpus=2)
     assert sharded == pytest.approx(plain / 2, rel=0.15)  # sharded layers save their full input
     assert kept("context_parallel_size=2", gpus=2) == pytest.approx(plain / 2, rel=0.1)
+    gated = kept("attention_output_gate=true")  # each layer also keeps the gate and the product
+    assert gated - plain == pytest.approx(4 * 2 * x, rel=0.01)
 
 
 def test_sent_bytes():

@@ -69,6 +69,8 @@ class ModelConfig(Section):
     layernorm_fusion: Flag = False  # use apex's kernel where apex is installed
     rmsnorm_fusion: Flag = False  # the same; as in GPT-NeoX, epsilon is then inside the root
     use_qk_layernorm: Flag = False  # apply the norm to each head's queries and keys
+    # Megatron's name: multiply attention's output by a sigmoid gate of the block's input
+    attention_output_gate: Flag = False
     # give the output layer weights of its own; false: the token embedding's
     no_weight_tying: Flag = False
     gpt_j_residual: Flag = False  # attention and MLP read the same input, as in GPT-J

@@ -216,6 +216,7 @@ def _shape_of(config: Config, block: BlockShape, pos: PositionalEmbedding) -> Sh
     windows = m.sliding_window_width
     lacking = {
         "rope_scaling": m.rope_scaling,
+        "attention_output_gate": m.attention_output_gate,
         "pos_emb_options": m.pos_emb_options,
         "theta_per_layer": m.theta_per_layer,
         "windows of single layers": isinstance(windows, tuple),

@@ -113,7 +113,7 @@ def flops_per_token(shape: GPTShape, keys: float) -> float:
         keys: The mean number of keys that a query sees (see `keys_per_query`).
     """
     b = shape.block
-    attention = 2 * b.hidden_size**2 * (1 + 1 / b.group)
+    attention = b.hidden_size**2 * (2 + 2 / b.group + b.output_gate)
     mlp = b.hidden_size * b.mlp_size * (3 if b.activation in GATED else 2)
     weights = shape.num_layers * (attention + mlp) + shape.vocab_size * b.hidden_size
     return 6 * weights + 12 * shape.num_layers * b.hidden_size * keys

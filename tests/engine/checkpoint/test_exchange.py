@@ -165,6 +165,7 @@ def test_what_only_gpt_neox_has_is_exported_in_its_format(tmp_path, case, parts)
         ({"norm": "layernorm"}, "takes the mean of use_qk_layernorm over all heads"),
         ({"pos_emb": "kerple_log"}, "gpt-neox has no pos_emb kerple_log"),
         ({"rope_scaling": {"type": "ntk", "factor": 2}}, "published code has no rope_scaling"),
+        ({"attention_output_gate": True}, "published code has no attention_output_gate"),
     ],
 )
 def test_what_gpt_neox_computes_otherwise_is_refused(tmp_path, changes, says):

@@ -28,6 +28,7 @@ def test_the_identity_tells_functions_apart(tmp_path):
         {"rope_scaling": YARN},
         {"num_kv_heads": 2},
         {"use_qk_layernorm": True},
+        {"attention_output_gate": True},
         {"use_bias_in_mlp": False},
         {"intermediate_size": 100},
     ):
@@ -37,7 +38,9 @@ def test_the_identity_tells_functions_apart(tmp_path):
     assert identity(tmp_path, layernorm_fusion=True) == identity(tmp_path)
 
 
-@pytest.mark.parametrize("change", [{"qk_norm": True}, {"inner_size": 20}, {"rope_scaling": YARN}])
+@pytest.mark.parametrize(
+    "change", [{"qk_norm": True}, {"output_gate": True}, {"inner_size": 20}, {"rope_scaling": YARN}]
+)
 def test_a_checkpoint_of_an_earlier_version_has_the_default_block(change):
     saved = newest(FIXTURES / "checkpoint" / "run")
     assert not change.keys() & saved.record.model.keys()

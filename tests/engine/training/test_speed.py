@@ -80,6 +80,14 @@ def test_a_window_of_128_in_8192_tokens(config):
     assert found[0] / found[1] > 2.2
 
 
+def test_an_output_gate_is_one_more_matrix_in_each_layer(config):
+    found = [
+        flops_per_token(shape_of(c, 384), 8)
+        for c in (config(num_layers=3, attention_output_gate=gate) for gate in (True, False))
+    ]
+    assert found[0] - found[1] == 6 * 3 * 32**2
+
+
 def test_a_run_measures_its_own_documents(config, tmp_path):
     write_documents(tmp_path / "own_document", [np.arange(8)] * 40)
     c = config(str(tmp_path / "own_document"), reset_attention_mask=True)
