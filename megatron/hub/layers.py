@@ -98,6 +98,14 @@ class PaddedCall(Call):
     def hidden(self, distance_TS: Tensor) -> Tensor:
         return super().hidden(distance_TS) | self.padding_BTS[:, None]
 
+    def positions(self) -> Tensor:
+        """Return the position of each query in its document, [B, T]. Padding does not count."""
+        positions_BT = super().positions()
+        if self.starts_BS is None:
+            return positions_BT
+        row_T = torch.arange(self.query_offset, self.end, device=positions_BT.device)
+        return positions_BT.minimum(row_T - self.starts_BS[:, self.query_offset : self.end])
+
 
 def norm_of(config: KerpleConfig, dim: int, heads: int = 1) -> Norm:
     """Build a normalisation layer of the kind `config.norm` for vectors of size `dim`."""

@@ -55,6 +55,12 @@ BLOCKS = [
     {"pos_emb": [[["kerple_log", "rotary"], "all"]], "eval_distance_scale": 0.25},
     {"pos_emb": "rotary", "rotary_pct": 0.5, "rope_scaling": {"rope_type": "linear", "factor": 2}},
     {"pos_emb": "rotary", "reset_attention_mask": True, "reset_position_ids": True},
+    {"pos_emb": "fire", "pos_emb_options": {"length": 4}, "reset_attention_mask": True},
+    {
+        "pos_emb": "log_n + bam + sink",
+        "pos_emb_options": {"log_n": {"temper_bias": True}},
+        "reset_attention_mask": True,
+    },
     {"pos_emb": "kerple_log", "reset_attention_mask": True, "tokenizer_type": "CharLevelTokenizer"},
 ]
 
