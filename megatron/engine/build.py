@@ -198,10 +198,12 @@ def plan_of(
     if m.reset_attention_mask:
         assert eod is not None
         documents = Documents(eod, m.reset_position_ids)
+    elif m.random_positions:
+        documents = Documents(None, drawn_from=m.random_positions)
     attends: dict[Any, AttentionFn] = {}
     layers = []
     for (layer_pos, columns), window in zip(parts, windows, strict=True):
-        masked = window is not None or documents is not None
+        masked = window is not None or m.reset_attention_mask
         if (layer_pos, masked) not in attends:
             attends[layer_pos, masked] = attention_of(
                 config, layer_pos, device_type, training=training, masked=masked
@@ -253,6 +255,9 @@ def _theta_problems(config: Config, pos: PositionalEmbedding) -> Iterator[tuple[
             pos.scaled(config.evaluation.eval_distance_scale)
     except PositionalError as error:
         yield "eval_distance_scale", f"{error}; drop this key"
+    if config.model.random_positions and pos.has("distance"):
+        text = f"{pos.name} computes distances from the order of the tokens, not from positions"
+        yield "random_positions", f"{text}; drop this key, or write pos_emb: rotary"
     multiplied = config.optimizer.theta_lr_multiplier != 1.0
     if not pos.trained_parameters:
         given = {"theta_init": init, "theta_frozen": frozen, "theta_lr_multiplier": multiplied}

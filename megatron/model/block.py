@@ -93,6 +93,7 @@ class SelfAttention(nn.Module):
         positions_BT = None
         if self.documents is not None and starts_BS is not None:
             positions_BT = self.documents.positions(starts_BS)
+            starts_BS = None if self.documents.end is None else starts_BS
         if cache is not None:
             positions_BT = cache.positions(x_BTD.shape[1])
         q_BHTE, k_BHTE = self.pos.rotate(

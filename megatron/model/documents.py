@@ -1,7 +1,11 @@
-"""Find the documents in sequences of tokens.
+"""Find the documents in sequences of tokens, and number the tokens.
 
 A document ends with the tokenizer's end-of-document token, which belongs to the document that it
 ends. Sequences are cut from a long text, so their first and their last document may be incomplete.
+
+Positions may also be drawn at random (Ruoss et al. 2023, arXiv 2305.16843): in training, the T
+tokens of a sequence get a sorted random subset of 0 ... L - 1 as positions. A hash of the tokens
+draws them, so that they depend neither on the layout of the ranks nor on an interruption.
 """
 
 from __future__ import annotations
@@ -17,37 +21,61 @@ from megatron.attention.call import document_starts
 class Documents:
     """The rule by which sequences of tokens are divided into documents.
 
-    A model has this rule only if each token attends only to tokens of its own document.
+    A model has this rule only if each token attends only to tokens of its own document, or if
+    positions are drawn.
 
     Attributes:
-        end: The id of the end-of-document token.
+        end: The id of the end-of-document token. None means that tokens attend to all documents.
+        drawn_from: The number L of positions from which training draws. 0 means that no positions
+            are drawn.
         restart_positions: Whether positions are counted from the first token of each document.
             Otherwise they are counted from the first token of the sequence.
     """
 
-    end: int
+    end: int | None
     restart_positions: bool = False
+    drawn_from: int = 0
 
-    def starts(self, tokens_BT: torch.Tensor) -> torch.Tensor:
+    def starts(self, tokens_BT: torch.Tensor, training: bool = False) -> torch.Tensor:
         """Return, for each token, the position of its document's first token, int64 [B, T].
 
-        Positions are counted from the sequence's first token.
+        Positions are counted from the sequence's first token. If positions are drawn, return the
+        number that is subtracted from each token's index to get its position.
         """
-        return document_starts(tokens_BT == self.end)
+        if self.end is not None:
+            return document_starts(tokens_BT == self.end)
+        if not training:
+            return torch.zeros_like(tokens_BT)
+        return torch.arange(tokens_BT.shape[1], device=tokens_BT.device) - self._drawn(tokens_BT)
+
+    def _drawn(self, tokens_BT: torch.Tensor) -> torch.Tensor:
+        """Return a random subset of the positions for each sequence, sorted, int64 [B, T]."""
+        length, device = tokens_BT.shape[1], tokens_BT.device
+        place_T = _mixed(torch.arange(1, length + 1, device=device))
+        seed_B1 = _mixed((tokens_BT * place_T).sum(1, keepdim=True))
+        keys_BL = _mixed(seed_B1 + torch.arange(max(self.drawn_from, length), device=device))
+        return keys_BL.topk(length).indices.sort().values
 
     def positions(
         self, starts_BS: torch.Tensor, positions_T: torch.Tensor | None = None
     ) -> torch.Tensor | None:
         """Return the position of each token in its document, int64 [B, T].
 
-        Return None if `restart_positions` is false.
+        Return None if `restart_positions` is false and positions are not drawn.
 
         Args:
             starts_BS: The result of `starts` for the full sequences.
             positions_T: The position of each token in the sequence. None means all positions.
         """
-        if not self.restart_positions:
+        if not (self.restart_positions or self.drawn_from):
             return None
         if positions_T is None:
             return torch.arange(starts_BS.shape[1], device=starts_BS.device) - starts_BS
         return positions_T - starts_BS[:, positions_T]
+
+
+def _mixed(x: torch.Tensor) -> torch.Tensor:
+    """Return a hash of each number in `x`, int64 (the last steps of MurmurHash3)."""
+    for factor in (-0x00AE502812AA7333, -0x3B314601E57A13AD):
+        x = (x ^ (x >> 33)) * factor
+    return x ^ (x >> 33)

@@ -69,7 +69,7 @@ class GPT(nn.Module):
         self.embedding.require_positions(length)
         starts_BS = None
         if self.documents is not None:
-            starts_BS = self.documents.starts(self.split.padded(tokens_BT))
+            starts_BS = self.documents.starts(self.split.padded(tokens_BT), self.training)
         x_BTD, theta_HN = self.embedding(self.split.context_slice(tokens_BT), starts_BS)
         recompute = self.shape.checkpoint_activations and self.training
         for layer in self.layers:

@@ -97,7 +97,7 @@ class PipeWords(VocabEmbedding):
         vectors = super().forward(x, project)
         if project or self.documents is None:
             return vectors
-        return vectors, self.documents.starts(x)
+        return vectors, self.documents.starts(x, self.training)
 
 
 class PipeEmbedding(EmbeddingLayer):

@@ -77,7 +77,7 @@ def plan_text(
     rate = (gpu.rate32 if precision == "fp32" else gpu.rate16) * efficiency
     flop = flops_per_token(plan.shape, keys_per_query(config))
     lines += [*_time_lines(config, flop, rate, price)]
-    if plan.documents is not None:
+    if config.model.reset_attention_mask:
         lines += ["each sequence counts as one document; shorter documents take less time"]
     return "\n".join(lines)
 

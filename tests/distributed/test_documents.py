@@ -44,6 +44,7 @@ MODELS = {
         "sliding_window_width": [[[3, "none"], 1]],
         "checkpoint_activations": True,
     },
+    "drawn": {"pos_emb": "rotary + log_n + forget_gate", "random_positions": 100},
     "own theta": {"theta_per_layer": True, "no_weight_tying": True, "sliding_window_width": 5},
 }
 LAYOUTS = {
@@ -56,6 +57,7 @@ TRAINED = {
     "cross": ["zero3", "tp2", "cp2", "pp2"],
     "learned": ["zero2", "tp2", "cp2", "pp2"],
     "layers": ["zero0", "zero1", "cp2", "pp2"],
+    "drawn": ["zero3", "tp2", "cp2", "pp2"],
     "own theta": ["zero3", "tp2", "pp2"],
 }
 CASES = [(model, layout) for model, layouts in TRAINED.items() for layout in layouts]

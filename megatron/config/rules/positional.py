@@ -30,6 +30,16 @@ def _restarted_positions(positions: bool, documents: bool) -> Found | None:
         return "reset_position_ids", f"{text}; write reset_attention_mask: true too"
 
 
+@relation("random_positions", "seq_length", "reset_attention_mask")
+def _random_positions(count: int, length: int, documents: bool) -> Found | None:
+    if count and documents:
+        text = "reset_attention_mask: true has positions of its own; write only one of them"
+        return "random_positions", text
+    if 0 < count < length:
+        text = f"{count} positions are too few for seq_length {length}"
+        return "random_positions", f"{text}; write e.g. {4 * length}"
+
+
 @relation("pos_emb", "hidden_size", "num_attention_heads", "rotary_pct")
 def _rotary(pos_emb: Any, hidden: int, heads: int, pct: float) -> Found | None:
     if "rotary" not in terms_of(pos_emb) or hidden % heads:
@@ -69,14 +79,26 @@ def _sinusoidal(pos_emb: Any, hidden: int) -> Found | None:
     "pos_emb",
     "max_position_embeddings",
     "opt_pos_emb_offset",
+    "random_positions",
     "seq_length",
     "seq_length_val",
     "eval_lengths",
 )
 def _learned(
-    pos_emb: Any, rows: int, offset: int, seq: int, seq_val: int, lengths: tuple[int, ...]
+    pos_emb: Any,
+    rows: int,
+    offset: int,
+    drawn: int,
+    seq: int,
+    seq_val: int,
+    lengths: tuple[int, ...],
 ) -> Found | None:
-    asked = {"seq_length": seq, "seq_length_val": seq_val, "eval_lengths": max(lengths, default=0)}
+    asked = {
+        "random_positions": drawn,
+        "seq_length": seq,
+        "seq_length_val": seq_val,
+        "eval_lengths": max(lengths, default=0),
+    }
     name = next((name for name, length in asked.items() if length + offset > rows), None)
     if "learned" in terms_of(pos_emb) and name is not None:
         shifted = f" + opt_pos_emb_offset {offset}" if offset else ""

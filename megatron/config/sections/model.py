@@ -54,6 +54,8 @@ class ModelConfig(Section):
     sliding_window_width: Width = None  # the largest distance of a key, or distances per layer
     reset_attention_mask: Flag = False  # Megatron's name: a token sees only its own document
     reset_position_ids: Flag = False  # Megatron's name: positions restart at each document
+    # not in GPT-NeoX: in training, a sequence's positions are a random subset of so many; 0: off
+    random_positions: Count = 0
     # the fraction of a head's dimensions that rotate
     rotary_pct: Annotated[float, BeforeValidator(number(0, 1, write="e.g. 0.25"))] = 1.0
     rotary_emb_base: PositiveNumber = 10000.0  # base of the rotary frequencies
