@@ -56,8 +56,8 @@ class larger(sympy.Function):
         return True if any(each.is_nonnegative for each in self.args[:2]) else None
 
     def fdiff(self, argindex: int = 1) -> Any:
-        x, y, t = map(sympy.sympify, self.args)
-        of_x = t * select(x, y, 0, 1) + (1 - t) * select(y, x, 1, 0)
+        x, y, t = self.args
+        of_x: Any = select(y, x, 1, select(x, y, 0, t))
         return of_x if argindex == 1 else 1 - of_x
 
 

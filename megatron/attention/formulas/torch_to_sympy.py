@@ -163,7 +163,8 @@ def elementary() -> dict[str, Callable[..., Any]]:
     half = sp.Rational(1, 2)
 
     def smaller(x: Any, y: Any, t: Any = half) -> Any:
-        return sp.Mul(-1, larger(-x, -y, t))
+        negative: Any = larger(-x, -y, t)
+        return -negative
 
     def clamp(x: Any, low: Any = None, high: Any = None) -> Any:
         x = x if low is None else larger(x, low, 1)
