@@ -1,7 +1,7 @@
 """Execute generated device functions in torch, in fp32, so that they can be checked without a GPU.
 
 The same code is executed as on a GPU, with torch's operations in place of Triton's. `rcp`
-multiplies each number by itself, as it multiplies neighbours on a GPU, whose distances are alike.
+multiplies each number by itself. On a GPU it multiplies neighbours, whose distances hardly differ.
 So overflows, underflows and lost digits show. The errors of fast instructions are not simulated.
 """
 
