@@ -22,6 +22,7 @@ COUNTS = {
     "table3.yml": 90, "xl.yml": 45, "table5.yml": 45, "table6.yml": 75, "released.yml": 6,
     "stand_in.yml": 24, "stand_in_lr.yml": 24, "stand_in_backends.yml": 10,
     "stand_in_fused.yml": 10, "stand_in_terms.yml": 45, "length_tasks.yml": 231,
+    "recipe_screen.yml": 8,
 }  # fmt: skip
 
 
@@ -54,7 +55,10 @@ def test_every_cell_composes(name):
         )
         assert cell.axes.get("corpus", "") in str(config.data.data_path)
         assert config.checkpoint.save == config.checkpoint.load == str(cell.folder)
-        assert config.batch.train_batch_size == (16 if name.startswith("stand_in") else 32)
+        sequences = 32
+        if name.startswith(("stand_in", "recipe")):
+            sequences = 2048 // config.model.seq_length
+        assert config.batch.train_batch_size == sequences
 
 
 def test_table_3_is_the_papers_training():
