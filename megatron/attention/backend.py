@@ -38,8 +38,7 @@ class Request:
         training: Whether gradients are needed.
         dropout: Whether dropout is applied to the softmax weights.
         head_size: The head size E, or None if E is not known.
-        masked: Whether there are documents or a window, so that a query does not see all keys
-            before it.
+        masked: Whether documents or a window hide earlier keys from a query.
         decays: Whether a decay is added to the logits, as by a forget gate.
     """
 
@@ -59,20 +58,17 @@ class Backend:
 
     Attributes:
         name: The name, as in the config key `attention_backend`.
-        function: Computes the output [batch, heads, queries, head size] of a call that
-            `call.lowered` has simplified. In such a call, the last key is at the last query's
-            position. Of the call's embedding `pos`, the function computes only the distance kernel
-            and, if `tempers` returned true, the temperature. If the call has `return_lse`, the
-            function returns (output, lse). `lse` is the natural logarithm of each softmax's
-            denominator, [batch, heads, queries] in at least fp32.
+        function: Computes the attention output [batch, heads, queries, head size] of a call that
+            `call.lowered` has simplified. If the call has `return_lse`, the function returns
+            (output, lse). `lse` is the natural logarithm of each softmax's denominator, [batch,
+            heads, queries] in at least fp32.
         refusal: Returns why the backend does not serve a request, or None if it serves the request.
         remark: Returns a text for the log about a request that the backend serves. The text may be
             empty.
         grouped: Whether k and v may have fewer heads than q.
         gives_lse: Whether the function serves calls with `return_lse`.
-        tempers: Returns whether the backend itself multiplies the scores by the embedding's
-            temperature, a factor that depends on the query's position. Otherwise, `call.lowered`
-            multiplies q by the temperature.
+        tempers: Returns whether the backend multiplies the scores by an embedding's temperature.
+            Otherwise, `call.lowered` multiplies q by the temperature.
     """
 
     name: str
@@ -100,15 +96,15 @@ def weighted(pos: PositionalEmbedding) -> bool:
 def constant(function: F) -> F:
     """Decorate a function so that `torch.compile` treats the function's result as a constant.
 
-    The function runs once, at compile time. `torch.compiler.assume_constant_result` does the same,
-    but takes a second to import the compiler. The first argument, an object such as an embedding,
-    is passed by its address, because torch 2.11 accepts only numbers, texts and the like. A graph
-    serves only the object for which it was made.
+    The function runs once, at compile time. A compiled graph serves only the object that was the
+    function's first argument.
     """
 
+    # by address, because torch 2.11 accepts only numbers, texts and the like
     def at(address: int, *rest: Any, **options: Any) -> Any:
         return function(ctypes.cast(address, ctypes.py_object).value, *rest, **options)
 
+    # as `torch.compiler.assume_constant_result`, which takes a second to import the compiler
     at._dynamo_marked_constant = True  # pyright: ignore[reportFunctionMemberAccess]
 
     @wraps(function)
@@ -121,9 +117,7 @@ def constant(function: F) -> F:
 class _NoSecondDerivative(torch.autograd.Function):
     """Autograd function that makes second derivatives raise an error instead of being zero.
 
-    `apply(run, *tensors)` returns the gradients that `run()` computes. Autograd treats these
-    gradients as functions of `tensors`. If autograd must differentiate them again, it calls
-    `backward`, which raises the error.
+    `apply(run, *tensors)` returns `run()`, which must be gradients that depend on `tensors`.
     """
 
     @staticmethod
@@ -138,12 +132,9 @@ class _NoSecondDerivative(torch.autograd.Function):
 
 
 def first_order(backward: Callable[..., tuple]) -> Callable[..., tuple]:
-    """Decorate an autograd function's backward pass, so that second derivatives raise an error.
+    """Decorate an autograd function's backward pass, so that second derivatives raise an error."""
 
-    torch's `once_differentiable` is not enough. If the output's gradient has `requires_grad=False`,
-    `once_differentiable` raises no error and treats the gradients of the inputs as constants.
-    """
-
+    # torch's `once_differentiable` raises no error if the output's gradient needs no gradient
     def marked(ctx: Any, *grads: Tensor | None) -> tuple:
         if not torch.is_grad_enabled():  # the usual case, without create_graph
             return backward(ctx, *grads)
@@ -163,7 +154,7 @@ def check(call: Call) -> None:
 
 
 def check_terms(call: Call) -> None:
-    """Raise `AttentionError` if an input beside q, k and v is invalid or does not fit them."""
+    """Raise `AttentionError` if devices differ, or if an input other than q, k and v is invalid."""
     q_BHTE, k_BKSE, v_BKSE, theta_HN = call.q_BHTE, call.k_BKSE, call.v_BKSE, call.theta_HN
     batch, heads, queries, _ = q_BHTE.shape
     keys = k_BKSE.shape[2]

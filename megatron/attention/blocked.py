@@ -87,13 +87,12 @@ def blocked(call: Call) -> Any:
 
 
 def _run(inputs: tuple[Tensor | None, ...], others: tuple) -> Any:
-    """Compute the attention output, and `lse` if asked for.
+    """Return the attention output, or (output, lse) if `return_lse` is true.
 
     Args:
-        inputs: The tensor arguments of `BlockedCall` in order, then theta_HN and positions_BT. The
+        inputs: The arguments `q_BHTE` to `seed` of `BlockedCall`, theta_HN and positions_BT. The
             last two are None unless the bias depends on the query's position.
-        others: The numeric arguments of `BlockedCall` in order, then the embedding and whether
-            `lse` is asked for.
+        others: (scale, dropout_p, window, embedding, return_lse).
     """
     if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs):
         return _BlockedAttention.apply(*inputs, *others)
@@ -123,7 +122,7 @@ class _BlockedAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, *arguments: Any) -> Any:
-        """Compute what `_run` returns. `arguments` are its `(*inputs, *others)`."""
+        """Return what `_run(inputs, others)` returns. `arguments` are `(*inputs, *others)`."""
         inputs, ctx.others = arguments[:11], arguments[11:]
         call = _call(inputs, ctx.others)
         kept = call.new_kept()

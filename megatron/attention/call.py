@@ -19,9 +19,11 @@ from megatron.positional.base import PositionalEmbedding
 
 @dataclass(frozen=True)
 class Call:
-    """The inputs of one attention call. `choice.AttentionFn.__call__` describes each of them.
+    """The inputs of one attention call. `choice.AttentionFn.__call__` describes most of them.
 
-    `backend.Backend.function` describes `return_lse`.
+    Attributes:
+        sink_H: The logit of each head's null key, if there is a sink. `lowered` computes it.
+        return_lse: Whether a backend returns (output, lse); see `backend.Backend`.
     """
 
     q_BHTE: Tensor
@@ -95,10 +97,9 @@ class Call:
         return self.absolute_positions() - self.starts_BS[:, self.query_offset : self.end]
 
     def absolute_positions(self) -> Tensor:
-        """Return the position of each query, [B or 1, T], not counted from its document's start.
+        """Return the positions of the queries, [B or 1, T].
 
-        These are the call's `positions_BT`. If `positions_BT` is None, positions are counted from
-        the first key.
+        These are `positions_BT` if given. Otherwise, positions are counted from the first key.
         """
         if self.positions_BT is not None:
             return self.positions_BT
@@ -115,18 +116,18 @@ class Call:
         return None if bias_HBTS is None else bias_HBTS.transpose(0, 1)
 
     def lost(self, dtype: torch.dtype) -> Tensor | None:
-        """Return c_j - c_i [B, H, T, S], which is subtracted from the logit of query i and key j.
+        """Return c_j - c_i for query i and key j, or None if there is no decay c.
 
-        c is the decay, a running sum over positions, which may be large. Therefore the difference
-        is computed before rounding to `dtype`. The result is None if there is no decay.
+        The result is [B, H, T, S] in `dtype`. Attention subtracts it from the logits.
         """
         if self.decay_BHS is None:
             return None
         c_BHS = self.decay_BHS
+        # c is a sum that may be large, so it is rounded after the subtraction
         return (c_BHS[:, :, None] - c_BHS[:, :, self.query_offset :, None]).to(dtype)
 
     def with_null_key(self, logits_BHTS: Tensor) -> Tensor:
-        """Return the logits. If there is a sink, append its logit as one more column."""
+        """Return the logits, with the sink's logit as one more column if there is a sink."""
         if self.sink_H is None:
             return logits_BHTS
         null_H11 = self.sink_H.to(logits_BHTS.dtype)[:, None, None]
@@ -134,19 +135,16 @@ class Call:
 
 
 def lowered(call: Call, *, grouped: bool, tempered: bool = False) -> Call:
-    """Return an equivalent call that is simpler to compute for a backend.
+    """Return an equivalent call that is simpler for a backend to compute.
 
-    This function multiplies q by the embedding's temperature, a factor that depends on the query's
-    position. If the embedding has a sink, this function computes the sink's logits from theta. It
-    removes the keys after the last query. In the returned call, `pos` is the distance kernel alone,
-    and `theta_HN` has only the columns of this kernel.
+    In the returned call, q has been multiplied by the embedding's temperature, and `sink_H` holds
+    the logits of the embedding's sink. The last key is at the last query's position. `pos` is the
+    distance kernel alone, and `theta_HN` holds only the parameters of this kernel.
 
     Args:
         grouped: Whether k and v may keep fewer heads than q. Otherwise the heads of k and v are
             repeated.
         tempered: Whether the temperature stays a part of `pos` instead of being multiplied into q.
-            In 16 bits, the product with q would be rounded, which would make theta's gradient wrong
-            by several percent.
     """
     k_BKSE, v_BKSE, decay_BHS = call.k_BKSE, call.v_BKSE, call.decay_BHS
     group = call.q_BHTE.shape[1] // k_BKSE.shape[1]
@@ -161,6 +159,7 @@ def lowered(call: Call, *, grouped: bool, tempered: bool = False) -> Call:
     if call.pos.reads_position and several and not call.pos.tempers_bias:
         tempered = False  # biases and the temperature then count from different positions
     if call.pos.has("temperature") and not tempered:
+        # in 16 bits, this rounding of q makes theta's gradient wrong by several percent
         call = replace(call, q_BHTE=_tempered(call))
     if call.pos.has("sink"):
         call = replace(call, sink_H=call.pos.sink(call.theta))
@@ -177,8 +176,6 @@ def _tempered(call: Call) -> Tensor:
 
 def document_starts(ended_BS: Tensor) -> Tensor:
     """Return, for each token, the position of its document's first token, int64 [B, S].
-
-    On a GPU, the host does not wait for the result.
 
     Args:
         ended_BS: Whether each token is the last of its document.
@@ -201,7 +198,10 @@ def starts_from_ids(ids_BS: Tensor) -> Tensor:
 
 
 def _starts(changes_BR: Tensor) -> Tensor:
-    """Return the starts of documents, if entry i says whether one begins at token i + 1."""
+    """Return, for each token, the position of its document's first token.
+
+    `changes_BR[:, i]` says whether token i + 1 is the first of a document.
+    """
     is_first_BS = F.pad(changes_BR, (1, 0))
     position_S = torch.arange(is_first_BS.shape[1], device=is_first_BS.device)
     return torch.where(is_first_BS, position_S, 0).cummax(1).values

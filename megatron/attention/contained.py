@@ -22,7 +22,7 @@ from megatron.attention.call import Call
 
 
 def has_values(x: Tensor) -> bool:
-    """Return whether `x` holds real numbers: no compilation and no transformation is tracing it."""
+    """Return false if the numbers in `x` are not known, as inside `torch.compile`."""
     return not (torch.compiler.is_compiling() or is_transformed() or x.is_meta)
 
 
@@ -33,7 +33,7 @@ def is_transformed() -> bool:
 
 
 def _clean(x: Tensor, bad: Tensor, lost: Tensor) -> Tensor:
-    """Return x with 0 where `bad` is true. Its gradient is NaN where `lost` is true."""
+    """Return `x` with 0 where `bad` is true. The gradient of `x` gets NaN where `lost` is true."""
     x = x.view_as(x)
     if x.requires_grad:
         x.register_hook(lambda grad: grad.masked_fill(lost, torch.nan))
@@ -41,19 +41,18 @@ def _clean(x: Tensor, bad: Tensor, lost: Tensor) -> Tensor:
 
 
 def contained(run: Callable[[Call], Any], call: Call) -> Any:
-    """Return `run(call)`. On a CPU, rows that see only finite numbers are exact; others are NaN.
+    """Return `run(call)`. On a CPU, NaN and infinite inputs affect only the queries that see them.
 
-    This costs one sum over the output. Only if the sum is not finite, attention is computed again
-    without the numbers that are not finite. Then the rows that see such a number become NaN, and so
-    do the gradients of all inputs of these rows. Without values, as under `torch.compile`, nothing
-    is checked.
+    If the output of `run(call)` is not finite, a query that sees NaN or infinity gets the output
+    NaN, and all inputs of this query get the gradient NaN. The outputs of all other queries are
+    exact.
     """
     found = run(call)
     out_BHTE = found[0] if call.return_lse else found
     wide = torch.promote_types(out_BHTE.dtype, torch.float32)
     on_cpu = out_BHTE.device.type == "cpu" and has_values(out_BHTE)
     if not on_cpu or math.isfinite(out_BHTE.sum(dtype=wide).item()):
-        return found
+        return found  # the usual case, which costs only the sum
     clean, bad_BHT = _cleaned(call)
     found = run(clean)
     if not call.return_lse:
@@ -63,7 +62,10 @@ def contained(run: Callable[[Call], Any], call: Call) -> Any:
 
 
 def _cleaned(call: Call) -> tuple[Call, Tensor]:
-    """Return the call without numbers that are not finite, and which rows [B, H, T] see any."""
+    """Return `call` with zeros instead of NaN and infinity, and a mask of the rows that see these.
+
+    The mask is [batch, heads, queries].
+    """
     q_BHTE, k_BKSE, decay_BHS = call.q_BHTE, call.k_BKSE, call.decay_BHS
     key_heads, keys = k_BKSE.shape[1:3]
     bad_BKS = ~(k_BKSE.isfinite() & call.v_BKSE.isfinite()).all(-1)

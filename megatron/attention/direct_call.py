@@ -100,10 +100,10 @@ def _padded(x: Tensor, size: int) -> Tensor:
 
 
 def _of_one_dtype(*qkv: Tensor) -> tuple[Tensor, ...]:
-    """Return q, k and v. Under autocast, if they have different dtypes, cast them to autocast's.
+    """Return q, k and v. Under autocast, cast them to one dtype if their dtypes differ.
 
     Raises:
-        AttentionError: One is a nested tensor.
+        AttentionError: q, k or v is a nested tensor.
     """
     if any(x.is_nested for x in qkv):
         raise AttentionError(
@@ -117,10 +117,10 @@ def _of_one_dtype(*qkv: Tensor) -> tuple[Tensor, ...]:
 
 
 def _offset(query_offset: int | None, queries: int, keys: int) -> int:
-    """Return `query_offset`, or 0 if it is None and there are as many queries as keys.
+    """Return `query_offset`. If it is None, return 0, which requires as many queries as keys.
 
     Raises:
-        AttentionError: It is None and there are fewer queries, so their positions are not known.
+        AttentionError: `query_offset` is None, and `queries` is not equal to `keys`.
     """
     if query_offset is not None:
         return query_offset
@@ -162,10 +162,10 @@ def _rotated(call: Call) -> tuple[Tensor, Tensor]:
 
 
 def _serving_transforms(backend: str) -> str:
-    """Return `backend`, or `eager` for `auto` while torch.func transforms the caller.
+    """Return `backend`. Inside torch.func (`grad` and so on), return `eager` instead of `auto`.
 
     Raises:
-        AttentionError: The backend does not work under such a transformation.
+        AttentionError: The backend does not work inside torch.func.
     """
     if torch.compiler.is_compiling() or backend == "eager" or not is_transformed():
         return backend
@@ -187,7 +187,7 @@ def _check_values(call: Call) -> None:
 
 
 def _check_starts(starts_BS: Tensor) -> None:
-    """Raise `AttentionError` if `starts_BS` are not the first tokens of documents."""
+    """Raise `AttentionError` if the numbers in `starts_BS` cannot be starts of documents."""
     position_S = torch.arange(starts_BS.shape[1], device=starts_BS.device)
     later_BS = (starts_BS > position_S) | (starts_BS < 0)
     own_BS = starts_BS.gather(1, starts_BS.long().clamp(0, len(position_S) - 1))

@@ -121,10 +121,10 @@ def score_mod_of(
 
 
 def tabulated(pos: PositionalEmbedding, theta_HN: Tensor, length: int, offset: int) -> ScoreMod:
-    """Return a score_mod that looks up the embedding's bias and factor in tables.
+    """Return a score_mod that looks up the distance kernel of `pos` in tables.
 
-    The tables have one entry for each distance 0 ... length - 1. `offset` is the position of the
-    first query.
+    The tables hold the kernel's values at the distances 0 ... length - 1. `offset` is the position
+    of the first query.
     """
     d = torch.arange(length, device=theta_HN.device)
     bias_HS, weight_HS = pos.bias(theta_HN, d), pos.weight(theta_HN, d)
@@ -176,12 +176,10 @@ def kernel_options(pos: PositionalEmbedding, size: int) -> dict[str, int] | None
 
 
 def table_options(pos: PositionalEmbedding, size: int) -> dict[str, int]:
-    """Return FlexAttention's options with fewer pipeline stages, for a tabulated distance kernel.
-
-    For each stage, the compiled kernel's loop over keys prefetches a tile of keys, a tile of values
-    and a tile of table entries, fp32 [128, 128]. With torch's default of three stages, the loop
-    needs more shared memory than an H100 has (torch 2.11). `size` is the head size.
-    """
+    """Return FlexAttention's options for a tabulated distance kernel. `size` is the head size."""
+    # In each stage, the kernel's loop prefetches a tile of keys, one of values and one of table
+    # entries, fp32 [128, 128]. Three stages, torch's default, need more shared memory than an H100
+    # has (torch 2.11).
     if size > 64 or weighted(pos):
         return {"fwd_num_stages": 1, "bwd_num_stages": 2}
     return {"fwd_num_stages": 2}

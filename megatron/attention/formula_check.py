@@ -21,12 +21,12 @@ _CHECKED: set[PositionalEmbedding] = set()
 
 
 def check_embedding(pos: PositionalEmbedding, theta_HN: Tensor) -> None:
-    """Check theta's bounds and the formulas of an embedding, unless this has been done before.
+    """Check an embedding's formulas and theta when the embedding is first used.
 
     Raises:
         AttentionError: A number in theta is not within its bounds.
-        AttentionError: The bias or the factor has a wrong shape, a value or a gradient is NaN, the
-            bias hides a token from itself, or a value is missing.
+        AttentionError: The bias or the factor has a wrong shape, lacks a value at some distance, or
+            has a value or a gradient that is not allowed, such as NaN.
     """
     if pos.parameters and pos not in _CHECKED:
         _check_apart(pos, theta_HN.detach().cpu())
@@ -35,16 +35,14 @@ def check_embedding(pos: PositionalEmbedding, theta_HN: Tensor) -> None:
 
 @constant
 def check_initial_formulas(pos: PositionalEmbedding, heads: int) -> None:
-    """Check an embedding's formulas with initial values of theta, as `check_embedding` does."""
+    """Check an embedding's formulas with initial values of theta (see `check_embedding`)."""
     if pos.parameters and pos not in _CHECKED:
         _check_apart(pos, pos.initial_theta(heads, torch.Generator().manual_seed(0)))
 
 
 def _check_apart(pos: PositionalEmbedding, theta_HN: Tensor) -> None:
-    """Check theta and the formulas in a new thread, which has no modes of the caller.
-
-    Such modes are inference mode, a default device, and hooks on saved tensors.
-    """
+    """Check theta and the formulas in a new thread, where the caller's torch modes are off."""
+    # such as inference mode, a default device, and hooks on saved tensors
     with ThreadPoolExecutor(1) as thread:
         thread.submit(_check_bounds, pos, theta_HN).result()
         if pos.has("distance"):
@@ -66,7 +64,7 @@ def _check_bounds(pos: PositionalEmbedding, theta_HN: Tensor) -> None:
 
 
 class _Watch(TorchFunctionMode):
-    """Note in `name` the first torch function with a result or gradient that is not finite."""
+    """Torch mode that keeps, in `name`, the first function with a result or gradient not finite."""
 
     name = ""
 
@@ -84,10 +82,7 @@ class _Watch(TorchFunctionMode):
 
 
 def _check_formulas(pos: PositionalEmbedding, theta_HN: Tensor) -> None:
-    """Raise `AttentionError` if bias or factor has a wrong shape, or a value or gradient is NaN.
-
-    Also raise it if the bias hides a token from itself, or if a value is missing.
-    """
+    """Raise `AttentionError` if the bias or the factor of `pos` is wrong; see `check_embedding`."""
     theta_HN = theta_HN.to(torch.float64, copy=True).requires_grad_()
     d_1TS = torch.tensor(PROBES, dtype=torch.float64).view(1, 2, -1)
     for method, function in zip(("bias", "weight"), parts_of(pos), strict=True):
@@ -107,7 +102,7 @@ def _check_formulas(pos: PositionalEmbedding, theta_HN: Tensor) -> None:
 def _check_formula(
     name: str, value_HTS: Tensor, theta_HN: Tensor, d_1TS: Tensor, watch: _Watch
 ) -> None:
-    """Raise `AttentionError` if the values of a formula are wrong; see `_check_formulas`."""
+    """Raise `AttentionError` if `value_HTS`, the values of the formula `name`, are wrong."""
     shape = (len(theta_HN), *d_1TS.shape)
     if tuple(value_HTS.shape) != shape:
         raise AttentionError(

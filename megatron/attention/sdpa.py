@@ -75,10 +75,7 @@ def remark(request: Request) -> str:
 
 
 def _additive(request: Request) -> bool:
-    """Return whether the mask holds numbers that are added to the scores, instead of booleans.
-
-    It does if there is a distance kernel, a sink or a decay.
-    """
+    """Return whether the mask holds numbers that are added to the scores, instead of booleans."""
     return request.pos.has("distance") or request.pos.has("sink") or request.decays
 
 

@@ -133,8 +133,7 @@ class SelfAttention(nn.Module):
         """Return q [B, H, T, E], k and v [B, K, T, E] for all positions and this rank's heads.
 
         B is the batch size, H the number of query heads, K the number of key heads, T the number of
-        positions, and E the head size. If queries and keys are normed, K equals H. If there are
-        fewer key heads than context-parallel ranks, several ranks hold copies of a key head.
+        positions, and E the head size.
         """
         shape, qkv_BTW = self.shape, self.query_key_value(x_BTD)
         size, group = shape.head_size, shape.group

@@ -69,10 +69,10 @@ class BlockNorm(Norm):
 
 
 def apex_norm(shape: BlockShape) -> tuple[_Kernel | None, str]:
-    """Return (apex's function for the norm `shape.norm`, text for the log).
+    """Return apex's function for the norm `shape.norm`, and a text for the log.
 
-    The function is None if torch's function must be used instead. The text is "" if the shape does
-    not ask for a fused norm.
+    The function is None if torch's function must be used instead. The text is empty if `shape` asks
+    for no fused norm.
     """
     if not shape.fused_norm:
         return None, ""

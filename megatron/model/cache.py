@@ -26,16 +26,16 @@ less than attention, which reads all kept columns for every new column."""
 
 
 class Kept(NamedTuple):
-    """The tensors with which one layer computes attention for the newest tokens.
+    """The tensors from which one layer computes attention for new tokens.
 
     A column is a position in the padded batch, counted from the first column in the cache.
 
     Attributes:
-        k_BKSE, v_BKSE: The keys and values of all tokens in the cache, the newest included.
-        decay_BHS: The forget gates' decay for the same tokens, or None without forget gates.
-        starts_BS: For each column, the column in which its text starts; 0 for padding. None if no
-            text has padding.
-        query_offset: The column of the first of the newest tokens.
+        k_BKSE, v_BKSE: The keys and values of all tokens in the cache, new tokens included.
+        decay_BHS: The forget gates' decay of all tokens in the cache, or None without forget gates.
+        starts_BS: For each column, the column in which the text starts, or 0 for padding. None if
+            no text has padding.
+        query_offset: The column of the first new token.
     """
 
     k_BKSE: Tensor
@@ -78,7 +78,8 @@ class LayerCache:
         """Add the keys and values of new tokens, and return the tensors for their attention.
 
         Args:
-            decay_BHT: The forget gates' decay, summed from the first new token on, or None.
+            decay_BHT: The forget gates' decay, a running sum that starts at the first new token.
+                None without forget gates.
         """
         if decay_BHT is not None and self._count:
             decay_BHT = decay_BHT + self._buffers[2][:, :, self._count - 1, None]

@@ -37,10 +37,9 @@ class Documents:
     drawn_from: int = 0
 
     def starts(self, tokens_BT: torch.Tensor, training: bool = False) -> torch.Tensor:
-        """Return, for each token, the position of its document's first token, int64 [B, T].
+        """Return the index of the first token of each token's document, int64 [B, T].
 
-        Positions are counted from the sequence's first token. If positions are drawn, return the
-        number that is subtracted from each token's index to get its position.
+        If training draws positions, return each token's index minus the token's drawn position.
         """
         if self.end is not None:
             return document_starts(tokens_BT == self.end)
@@ -49,7 +48,7 @@ class Documents:
         return torch.arange(tokens_BT.shape[1], device=tokens_BT.device) - self._drawn(tokens_BT)
 
     def _drawn(self, tokens_BT: torch.Tensor) -> torch.Tensor:
-        """Return a random subset of the positions for each sequence, sorted, int64 [B, T]."""
+        """Draw T different positions for each sequence, and sort them. Return int64 [B, T]."""
         length, device = tokens_BT.shape[1], tokens_BT.device
         place_T = _mixed(torch.arange(1, length + 1, device=device))
         seed_B1 = _mixed((tokens_BT * place_T).sum(1, keepdim=True))

@@ -31,14 +31,12 @@ def by_key_heads(
         group: The number of query heads that share a key head.
         size: The head size.
         norm: A function that normalises queries or keys [batch, positions, query heads, size], or
-            None. With a norm, each query head gets its own copy of its key head, as in gpt-neox:
-            `copies` is `group`.
-        copies: The number of copies of each key head, which divides `group`. Each copy comes with
-            the next `group / copies` query heads. The gradient of a key head is the sum over its
-            copies.
+            None. With a norm, `copies` is ignored, and each query head gets a copy of its key head.
+        copies: The number of copies of each key head. Each copy comes with `group / copies` query
+            heads.
     """
     qkv = qkv_BTW.unflatten(-1, (-1, group + 2, size))
-    copies = copies if norm is None else group
+    copies = copies if norm is None else group  # as in gpt-neox
     if norm is not None or copies > 1:
         q, *kv = qkv.split([group, 1, 1], dim=3)
         each = (q, *(x.expand(-1, -1, -1, copies, -1) for x in kv))

@@ -58,7 +58,7 @@ def _parts(flow: Flow) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor 
 
 
 def _flow(*parts: torch.Tensor | None) -> Flow:
-    """Return the tensors that are not None, as a tuple, or alone if there is only one."""
+    """Join the parts that are not None in a tuple. Return a single part without a tuple."""
     x, *others = (part for part in parts if part is not None)
     return (x, *others) if others else x
 

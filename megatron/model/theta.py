@@ -77,11 +77,11 @@ def columns_of(pos: PositionalEmbedding, *, trained: bool, shared: bool | None =
 
 
 def divided_theta(pos: PositionalEmbedding, theta_HN: Tensor) -> dict[str, Tensor]:
-    """Return the trained columns of theta as the model stores them, as a dict from name to tensor.
+    """Return the trained columns of theta by the names that they have in checkpoints.
 
-    The entry THETA holds the columns with a value for each head. The entry SHARED_THETA
-    [1, columns] holds the columns that all heads share, and is left out if there are none. The dict
-    is empty if no column is trained.
+    `embedding.theta` [heads, columns] holds the columns with a value for each head.
+    `embedding.shared_theta` [1, columns] holds the columns that all heads share, if there are any.
+    The dict is empty if no column is trained.
     """
     own, shared = (columns_of(pos, trained=True, shared=which) for which in (False, True))
     parts = {THETA: theta_HN[:, own]} if own or shared else {}
@@ -114,14 +114,14 @@ def _joined(parts: Sequence[Tensor], first: list[int], second: list[int]) -> Ten
 
 
 def named_theta(pos: PositionalEmbedding, theta_HN: Tensor) -> dict[str, Tensor]:
-    """Return a dict from parameter name to values, as a run logs them.
+    """Return the values of theta by parameter name, as a run logs them.
 
     The values are [heads], or [1] if all heads share the parameter. If each layer has its own
-    parameters, the values are [layers, heads]. If embeddings have parameters of the same name, the
-    embedding's name and a dot come before the parameter's name.
+    parameters, the values are [layers, heads]. A name that several embeddings use is preceded by
+    the embedding's name and a dot.
 
-    For more than MOST_COLUMNS names, the dict instead holds "table" [heads, columns]. Columns that
-    all heads share are then in "shared" [columns].
+    Instead of more than `MOST_COLUMNS` names, the dict holds "table" [heads, columns], and "shared"
+    [columns] for the columns that all heads share.
 
     Args:
         theta_HN: The trained columns of theta [heads, columns], as `trained_theta` returns them.

@@ -56,12 +56,11 @@ class PositionalError(ValueError):
 class PositionalEmbedding(FixedValue):
     """Base class of all embeddings. A subclass overrides only the methods that its kind uses.
 
-    A subclass that sets no `kind` gets the kind of the method that it overrides (see `KIND_OF`). If
-    it has public methods, but none of these, it is refused: they are probably misspelled.
+    A subclass that sets no `kind` gets the kind of the method that it overrides (see `KIND_OF`).
+    The definition of a subclass whose methods all have unknown names raises `PositionalError`.
 
-    `bias` and `weight` are pure torch formulas. They are the specification against which every
-    attention backend is tested. They never clamp theta, because the training loop clamps theta to
-    its bounds after each step.
+    `bias` and `weight` are pure torch formulas, against which every attention backend is tested.
+    They never clamp theta, because the training loop clamps theta to its bounds after each step.
 
     Attributes:
         numerics: Prescribes where biases, factors, distances, angles and constants are rounded.

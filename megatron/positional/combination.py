@@ -110,9 +110,9 @@ class Combination(PositionalEmbedding):
         return term.table(positions, dim, dtype)
 
     def _part(self, *kinds: Kind) -> tuple[PositionalEmbedding, list[int]]:
-        """Combine the terms of these kinds.
+        """Return the terms of these kinds as one embedding, and the embedding's columns of theta.
 
-        Return the combination, and the indices of its columns in theta.
+        The columns are indices.
         """
         terms, columns, start = [], [], 0
         for term in self._terms:
@@ -154,7 +154,9 @@ def _joined(
 
 
 def _scaled(parts: Sequence[PositionalEmbedding], scale: float) -> list[PositionalEmbedding]:
-    """Return `parts`, where a scaled copy replaces each embedding that has distances.
+    """Return the embeddings `parts`, with their distances multiplied by `scale`.
+
+    Embeddings without distances are returned unchanged.
 
     Raises:
         PositionalError: No embedding has distances, or an embedding's distances cannot be scaled.

@@ -21,12 +21,10 @@ from torch import Tensor
 def pieces(w_HK: Tensor, b_HK: Tensor, v_HK: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Return the lines that form f(u) = sum_k v_k relu(w_k u + b_k), in rising order of u.
 
-    Each line is slope * u + offset. Neighbouring lines meet at a knee, a number u = -b_k / w_k.
-
     Returns:
         (knees [H, K], slopes [H, K + 1], offsets [H, K + 1]) for H heads and K hidden units. Line m
-        goes from knee m - 1 to knee m. Line 0 starts at -infinity, and line K ends at infinity.
-        Knees are constants for autograd.
+        is slope * u + offset between the knees m - 1 and m, which are values of u. The first line
+        starts at -infinity, and the last line ends at infinity. Knees are constants for autograd.
     """
     with torch.no_grad():  # f has no jump at a knee, so the knees need no gradient
         at_HK = torch.where(w_HK == 0, 0.0, -b_HK / w_HK)

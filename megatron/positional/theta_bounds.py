@@ -24,7 +24,7 @@ def within_bounds(theta_HN: Tensor, parameters: Sequence[ThetaParameter]) -> Ten
     """Return theta, in its dtype, with each column clamped to the column's bounds.
 
     Raises:
-        TypeError: The arguments are of other types.
+        TypeError: `theta_HN` is not a tensor, or `parameters` is not a sequence.
     """
     if not (isinstance(theta_HN, Tensor) and isinstance(parameters, Sequence)):
         given = f"{type(theta_HN).__name__}, {type(parameters).__name__}"

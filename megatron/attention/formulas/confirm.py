@@ -28,12 +28,15 @@ Logits = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
 
 class Confirmation:
-    """The samples at which an embedding is compared with what was read from its formula.
+    """R sample inputs of an embedding, and the results that the embedding computes from them.
+
+    The results of a sample are a logit and the logit's gradient with respect to the N columns of
+    theta.
 
     Attributes:
-        inputs: Theta [R, N], and [R] query-key products, distances and positions, in float64.
-        exact: The embedding's results in float64.
-        lost: The error of the embedding's results in fp32.
+        inputs: Theta [R, N], query-key products [R], distances [R] and positions [R], in float64.
+        exact: The results [R, 1 + N], computed in float64.
+        lost: The error of the results if they are computed in fp32.
         noise: How much `exact` changes when the last bits of theta and the distances change.
     """
 
@@ -69,12 +72,13 @@ class Confirmation:
             self.noise = torch.maximum(self.noise, (other - self.exact).abs())
 
     def worst(self, got: Tensor, share: float, least: float) -> float:
-        """Return the largest error of the results `got`, divided by the accepted error.
+        """Return the largest ratio of an error in `got` to the accepted error.
+
+        The accepted error is `share` * (8 `lost` + 4 `noise`) + `least` * size. The size of a logit
+        is |logit|, at least 1. The size of a gradient is |gradient|, at least 1 / max(1, |theta|).
 
         Args:
-            share: The accepted share of the errors that rounding to fp32 explains.
-            least: The accepted share of a result's size. The size of a logit is at least 1, and
-                that of a gradient at least 1 or 1 / |theta|, if that is smaller.
+            got: The results [R, 1 + N] to be compared with `exact`.
         """
         theta, s, *_ = self.inputs
         units = torch.cat((torch.ones_like(s)[:, None], theta.abs().clamp(min=1.0)), dim=1)
@@ -85,7 +89,7 @@ class Confirmation:
 
 
 def results_of(logits: Logits, inputs: tuple[Tensor, ...], dtype: torch.dtype) -> Tensor:
-    """Return the results that a function of `inputs` computes in `dtype`, as float64."""
+    """Return logits and their gradients with respect to theta, computed in `dtype`, as float64."""
     theta, *others = (x.to(dtype) for x in inputs)
     theta = theta.detach().clone().requires_grad_()
     x = logits(theta, *others).to(dtype)

@@ -25,10 +25,9 @@ class Unreadable(ValueError):
 
 
 class Columns(tuple):
-    """Some columns of theta, as a tuple with one sympy symbol per column.
+    """Some columns of theta, the distance kernel's parameters: one sympy symbol for each column.
 
-    Theta holds the distance kernel's parameters. In the traced operations, the columns form a
-    tensor [heads, columns]. `Reader` replaces that tensor by this tuple.
+    A `Reader` uses this tuple in place of a tensor [heads, columns].
     """
 
 

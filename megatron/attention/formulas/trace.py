@@ -123,9 +123,10 @@ def confirm(pos: PositionalEmbedding, formula: Formula) -> None:
 
 
 def confirms_code(pos: PositionalEmbedding, functions: DeviceFunctions) -> bool:
-    """Return whether the device functions compute the same as the embedding (see `Confirmation`).
+    """Return whether the device functions compute the same as the embedding `pos`.
 
-    Functions without theta, and those with a layer of hidden units, are not checked.
+    Device functions without theta or with a layer of hidden units are not checked; the result is
+    true.
     """
     from megatron.kernels.simulate import simulate
 
@@ -136,20 +137,17 @@ def confirms_code(pos: PositionalEmbedding, functions: DeviceFunctions) -> bool:
         return samples.worst(simulate(functions, samples.inputs, SCALE), *FP32) <= 1
 
 
-@lru_cache(maxsize=128)
+@lru_cache(maxsize=128)  # `torch.compile` would compile every new function object again
 def torch_function(expression: sympy.Expr, arguments: tuple[sympy.Symbol, ...]) -> Callable:
-    """Return a function that evaluates the expression on tensors of any broadcastable shapes.
-
-    The function does not use sympy, so that `torch.compile` can trace it. The result is cached,
-    because `torch.compile` would compile every new function object again.
-    """
+    """Return a function of `arguments` that evaluates the expression on broadcastable tensors."""
     names = [symbol.name for symbol in arguments]
     scope = {"torch": torch, "inf": math.inf, "larger": larger}
+    # without sympy, so that `torch.compile` can trace the function
     return eval(f"lambda {', '.join(names)}: {torch_text(expression)}", scope)
 
 
 def larger(x: Any, y: Any, t: float) -> Tensor:
-    """Return max(x, y); where x = y, with t times x's gradient and 1 - t times y's gradient."""
+    """Return max(x, y). Where x = y, x gets the share t of the gradient, and y the share 1 - t."""
     first, second = torch.where(x < y, y, x), torch.where(y < x, x, y)
     return first if t == 1 else second if t == 0 else (first + second) / 2
 

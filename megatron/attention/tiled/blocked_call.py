@@ -33,8 +33,8 @@ class BlockedCall:
         decay_BHS: The decay c of each position, or None. c_i - c_j is added to the logit of query i
             and key j.
         sink_H: The logit of each head's null key (a key with the value 0), or None without a sink.
-        starts_BT: The first key of each query's document, or None if each sequence is one document.
-            In this tensor alone, the last query comes first.
+        starts_BT: The first key of each query's document, from the last query to the first. None if
+            each sequence is one document.
         seed: The seed of the dropout mask, a whole number, or None without dropout.
         scale: The factor of the query-key products, usually 1/sqrt(head size).
         dropout_p: The probability of dropping a softmax weight.
@@ -89,11 +89,10 @@ class BlockedCall:
     def new_kept(self) -> Tensor | None:
         """Return a buffer that keeps the attention probabilities for the backward pass, or None.
 
-        Probabilities are kept only if they need little memory, and if there is neither a factor w
-        nor a sink. With a factor w, the backward pass must compute the query-key products again
-        anyway. With a sink, the backward pass also needs the sink's softmax weights, which the
-        buffer does not hold.
+        None means that the backward pass computes the probabilities again.
         """
+        # With a factor w, the backward pass computes the query-key products again anyway. With a
+        # sink, it also needs the sink's softmax weights.
         size = self.tiles[-1].start + self.tiles[-1].size
         if (
             self.weight is not None
@@ -114,10 +113,9 @@ class BlockedCall:
         return [self.q_NTE.new_empty(size) for _ in range(count)]
 
     def views(self, tile: QueryTile, buffers: list[Tensor], kept: Tensor | None) -> list[Tensor]:
-        """Return one contiguous view [sequences * heads, rows, keys] of each buffer for this tile.
+        """Return a view [sequences * heads, rows, keys] of each buffer, in the size of `tile`.
 
-        If `kept` (see `new_kept`) is not None, a view of this tile's part of `kept` comes first.
-        With or without `kept`, the caller stores the attention probabilities in the first view.
+        If `kept` (see `new_kept`) is not None, a view of the tile's part of `kept` comes first.
         """
         shape = tile.batch * tile.num_heads, tile.num_rows, tile.keys
         found = [buffer[: tile.size].view(shape) for buffer in buffers]
@@ -126,22 +124,21 @@ class BlockedCall:
         return found
 
     def product(self, a_mXY: Tensor, b_mYE: Tensor) -> Tensor:
-        """Return the batched matrix product of `a_mXY` [m, X, Y] and `b_mYE` [m, Y, E].
+        """Return the batched matrix product of `a_mXY` [m, X, Y] and `b_mYE` [m, Y, head size].
 
-        E is the head size. The result is stored in `self.scratch`, so the next call of `product`
-        overwrites it. It is contiguous, because a batched product into contiguous memory is several
-        times faster than a product into a slice.
+        The product is stored in `self.scratch`, so the next call of this method overwrites it.
         """
         shape = a_mXY.shape[0], a_mXY.shape[1], self.E
+        # a product into contiguous memory is several times faster than a product into a slice
         out_mXE = self.scratch[: shape[0] * shape[1] * shape[2]].view(shape)
         return torch.bmm(a_mXY, b_mYE, out=out_mXE)
 
     def probabilities(self, tile: QueryTile, out_mRn: Tensor, raw_mRn: Tensor | None) -> None:
         """Write the attention probabilities of a tile into `out_mRn`.
 
-        `raw_mRn` is None if there is no factor w. Otherwise, it receives the scaled query-key
-        products, before they are multiplied by w. Both buffers have the shape [sequences * heads,
-        rows, keys].
+        If there is a factor w, also write the scaled query-key products, before their
+        multiplication by w, into `raw_mRn`. Otherwise, `raw_mRn` is None. Both buffers are
+        [sequences * heads, rows, keys].
         """
         q_mRE = self.q_NTE[tile.items, tile.rows]
         k_mEn = self.k_NSE[tile.items, tile.seen].mT
@@ -177,8 +174,7 @@ class BlockedCall:
     def dropout_mask(self, tile: QueryTile, out_mRn: Tensor) -> Tensor:
         """Write this tile's dropout mask of ones and zeros into `out_mRn`, and return it.
 
-        The mask depends only on the seed and the tile, so every call for a tile gives the same
-        mask.
+        The mask depends only on the seed and the tile.
         """
         if out_mRn.is_meta:
             return out_mRn.bernoulli_(self.keep)
@@ -267,7 +263,10 @@ class BlockedCall:
     def _softmax_backward(
         self, tile: QueryTile, probs_mRn: Tensor, ds_mRn: Tensor, *more: Tensor
     ) -> None:
-        """Replace dP in `ds_mRn` by dS. If there is a sink, overwrite the last buffer of `more`."""
+        """Turn `ds_mRn` from the gradient of the probabilities into the gradient of the scores.
+
+        If there is a sink, the last buffer of `more` is overwritten.
+        """
         dlse_mR = None if self.dlse_NT is None else self.dlse_NT[tile.items, tile.rows]
         if self.sink is not None:
             self.sink.add_gradient(tile, probs_mRn, ds_mRn, more[-1], dlse_mR)

@@ -30,9 +30,9 @@ from megatron.attention.tiled.tiles import QueryTile
 
 
 def softmax(scores_mRn: Tensor) -> Tensor:
-    """Turn the scores of a tile into their softmax, in place. Return its denominators' logarithms.
+    """Turn the scores of a tile into their softmax, in place. Return lse [sequences * heads, rows].
 
-    They are [sequences * heads, rows].
+    lse is the natural logarithm of each softmax's denominator.
     """
     highest_mR = scores_mRn.amax(-1)
     torch.softmax(scores_mRn, dim=-1, out=scores_mRn)
@@ -42,8 +42,8 @@ def softmax(scores_mRn: Tensor) -> Tensor:
 class Decay:
     """The decay c of one attention call, and the gradient of c.
 
-    c_i - c_j is added to the logit of query i and key j. `grad_NS` is the gradient of c, summed
-    over the tiles so far.
+    c_i - c_j is added to the logit of query i and key j. `grad_NS` [batch * heads, keys] is the
+    gradient of c, summed over the tiles so far.
 
     Args:
         c_BHS: The decay c of each position.
@@ -64,7 +64,7 @@ class Decay:
     def of_rows(self, tile: QueryTile) -> Tensor:
         """Return c_i - c_m for all query rows i of the tile, [sequences * heads, rows].
 
-        c and m are as in `of_keys`.
+        c is the decay, and m is the position of the query in the middle row of the tile.
         """
         keys = self.c_NS.shape[1]
         return self._relative(tile, slice(keys - tile.rows.stop, keys - tile.rows.start)).flip(1)
@@ -86,8 +86,9 @@ class Decay:
 class Sink:
     """The sink of one attention call, which adds a null key with the value 0 to each softmax.
 
-    For each query i, `weight_NT` holds the softmax weight p_i of the null key, and `grad_NT` holds
-    the gradient of the null key's logit. Both are filled tile by tile.
+    `weight_NT` [batch * heads, queries] holds the null key's softmax weight for each query.
+    `grad_NT`, of the same shape, holds the gradient of the null key's logit. Both are filled tile
+    by tile.
 
     Args:
         sink_H: The logit of each head's null key, without the decay.
@@ -103,8 +104,8 @@ class Sink:
     def softmax(self, tile: QueryTile, scores_mRn: Tensor) -> Tensor:
         """Turn the scores of a tile into attention probabilities, in place. Return lse.
 
-        The null key takes part in the softmax with a weight p_i. Therefore the probabilities of
-        row i add up to 1 - p_i. `weight_NT` stores p_i.
+        lse [sequences * heads, rows] is the natural logarithm of each softmax's denominator. The
+        softmax includes the null key, and `weight_NT` stores the null key's weights.
         """
         null_mR = self.sink_N1[tile.items]
         if self.decay is not None:
@@ -126,10 +127,10 @@ class Sink:
         """Store the gradient of the null key's logit in `grad_NT`, for each row of a tile.
 
         Args:
+            probs_mRn: The attention probabilities.
+            dprobs_mRn: The gradient of `probs_mRn`.
+            spare_mRn: A buffer in the shape of `probs_mRn`, which is overwritten.
             dlse_mR: The gradient of lse, or None if it is 0.
-            probs_mRn: The attention probabilities P.
-            dprobs_mRn: The gradient dP of P.
-            spare_mRn: A buffer of the same shape, which is overwritten.
         """
         delta_mR = torch.mul(probs_mRn, dprobs_mRn, out=spare_mRn).sum(-1)
         delta_mR = delta_mR if dlse_mR is None else delta_mR - dlse_mR

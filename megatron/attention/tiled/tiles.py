@@ -31,14 +31,13 @@ class QueryTile:
         index: The number of the tile in the order of `walk`. It determines the tile's dropout mask.
         start: The offset of the tile in a buffer that holds the scores of all tiles.
         batch: The number of sequences in the tile.
-        heads: The tile's heads, as a slice of the H heads. They are the same in each sequence.
+        heads: The tile's heads, as a slice of the H heads.
         items: The pairs of sequence and head, as a slice of the flattened dimension B H.
         rows: The query rows, as a slice of the T queries in reversed order. Index 0 is the last
             query.
         first: The index of the tile's first key. None of the rows sees an earlier key.
-        keys: The number n of keys, from `first` on. The last of them is at the position of the
-            tile's first row. This row is the tile's latest query, because the queries are in
-            reversed order.
+        keys: The number n of keys, from `first` on. The last of these keys is at the position of
+            the tile's latest query.
         mixed: Whether the rows belong to several documents, so that scores need a mask.
     """
 
@@ -77,12 +76,11 @@ class QueryTile:
 
 
 def block_rows(queries: int, keys: int) -> int:
-    """Return the number R of query rows of a tile.
+    """Return the number of query rows of a tile, usually 32 to 128.
 
-    R is usually 32 to 128, so that matrix products are efficient. With at least 64 queries, R is at
-    most half of the number of queries, rounded up. A tile of early queries can then skip the keys
-    that only later queries see. If there are very many keys, R is smaller.
+    The number is smaller if there are fewer queries or very many keys.
     """
+    # two tiles or more, so that early queries skip the keys that only later queries see
     rows = min(max(MIN_ROWS, -(-queries // 2)), MAX_ROWS)
     return max(1, min(rows, queries, MAX_ROW_ELEMENTS // keys))
 

@@ -57,15 +57,15 @@ class DistanceVector:
 
 
 def add_diagonal_sums(reversed_HS: Tensor, matrix_BHRn: Tensor) -> None:
-    """Add up the entries of a block of scores at each query-key distance.
+    """Add the entries of a block of scores at each query-key distance to `reversed_HS`.
 
-    The sums are added to `reversed_HS`. They also run over the batch. The order of summation
-    depends only on the shapes, so the result is repeatable bit for bit.
+    The sums also run over the batch. The order of summation depends only on the shapes, so the
+    result is repeatable bit for bit.
 
     Args:
         reversed_HS: The sums so far, updated in place. Entry S - 1 - d belongs to distance d.
         matrix_BHRn: The block, contiguous, with query rows in reversed order and at most as many
-            rows as keys. It must be exactly 0 for future keys.
+            rows as keys. Entries for future keys must be exactly 0.
     """
     matrix_HRn = matrix_BHRn[0] if len(matrix_BHRn) == 1 else matrix_BHRn.sum(0)
     heads, rows, keys = matrix_HRn.shape

@@ -55,8 +55,8 @@ def next_batches(
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]]:
     """Yield (inputs [B, T], targets [B, T], divisor) of each of the next `count` micro-batches.
 
-    The divisor is an argument of `mean_loss`. If `counting.per_token` is true, all `count`
-    micro-batches are read before the first is yielded. Otherwise, the divisor is None.
+    The divisor is the number by which `mean_loss` divides the sum of the losses. It is None if
+    `counting.per_token` is false.
 
     Args:
         batches: This rank's micro-batches of B sequences with T targets each, int64 [B, T + 1].

@@ -119,9 +119,8 @@ def build_engine(
 
     Args:
         config: DeepSpeed's configuration, from `engine_config`.
-        numerics: Used in 16-bit training without ZeRO only. There, DeepSpeed begins with an extra
-            optimizer step on zero gradients. If `numerics.counts_empty_step`, Adam's bias
-            correction counts this step.
+        numerics: `counts_empty_step` says whether Adam's bias correction counts an extra first
+            step, in which all gradients are zero. It matters only in 16-bit training without ZeRO.
     """
     # To allocate the optimizer's state, DeepSpeed takes a step with zero gradients. The learning
     # rate is zero in that step, so that no weight changes.
@@ -152,8 +151,8 @@ def build_engine(
 class Mpu:
     """The "model parallel unit" (mpu) of a DeepSpeed engine: ranks and groups, taken from `Groups`.
 
-    DeepSpeed defines the method names. DeepSpeed's data-parallel group is the group `replicas` of
-    `Groups`. "Model parallel" and "tensor model parallel" both mean tensor parallel here.
+    DeepSpeed defines the method names. "Model parallel" and "tensor model parallel" both mean
+    tensor parallel here. "Data parallel" means the group `replicas` of `Groups`.
     """
 
     def __init__(self, groups: Groups):

@@ -54,11 +54,7 @@ class Step:
 
     @property
     def may_save(self) -> bool:
-        """Whether a checkpoint may be written after this step.
-
-        This is also true before a validation, because a job that must end during a validation
-        saves a checkpoint.
-        """
+        """Whether a checkpoint may be written after this step or during its validation."""
         return self.saves or self.validates
 
     def samples(self, steps: int = 1) -> str:
@@ -101,7 +97,7 @@ class Hook:
         return {}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Restore this hook from the state of all hooks, which is empty in a new run."""
+        """Restore this hook from `state`, the state of all hooks. In a new run, it is empty."""
 
     def __enter__(self) -> Hook:
         return self

@@ -43,13 +43,12 @@ def train_step(
     """Take one optimizer step, on the next `accumulation` micro-batches.
 
     Args:
-        hooks: The hooks whose `changed_loss` may change the loss of the last micro-batch. In a
-            pipeline, they are ignored.
+        hooks: The hooks that may change the loss of the last micro-batch. A pipeline ignores them.
         counting: The targets that count in the loss.
 
     Returns:
-        This rank's loss (a 0-d tensor; the mean over the data-parallel ranks is the loss of the
-        step), and the L2 norm of the gradient before clipping.
+        This rank's loss (a 0-d tensor), and the L2 norm of the gradient before clipping. The loss
+        of the step is the mean of all data-parallel ranks' losses.
     """
     micro_batches = next_batches(batches, accumulation, groups, counting)
     if isinstance(engine, PipelineEngine):
@@ -87,8 +86,8 @@ class TrainingLoop:
 
     Args:
         hooks: The hooks, in the order in which they are called after a step.
-        state: The state of the hooks, read from the checkpoint that the run resumes from (see
-            `TrainingProgress.interval`). It is empty in a new run.
+        state: The state of the hooks, from the checkpoint that the run resumes from. Empty in a new
+            run.
         counting: The targets that count in the loss.
     """
 
@@ -119,8 +118,8 @@ class TrainingLoop:
             BadLossError: The loss, the gradient or a weight is not finite, or the loss is a spike,
                 and the run does not skip such steps. No checkpoint is written then.
             DivergedError: Too many steps in a row were skipped.
-            Leave: The run resumed from a checkpoint that was saved before the validation of its
-                step. The job must end before this validation is complete.
+            Leave: The run resumed with a validation that was still due, and the job must end during
+                it.
         """
         training = self.config.training
         self.engine.train()

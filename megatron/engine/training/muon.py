@@ -65,7 +65,8 @@ class MuonWithAdamW(torch.optim.Optimizer):
         betas: AdamW's betas.
         eps: AdamW's epsilon.
         momentum: Muon's momentum.
-        split_fused: Whether to make queries, keys, values, gate and value orthogonal one by one.
+        split_fused: Whether matrices that share one parameter are made orthogonal one by one, such
+            as the matrices of queries, keys and values.
         ranks: The process groups of the job. Under ZeRO-1, each rank of `ranks.replicas` updates a
             slice of the matrices.
     """
@@ -112,7 +113,7 @@ class MuonWithAdamW(torch.optim.Optimizer):
     ) -> None:
         """Update `parameter`: a matrix or, under ZeRO, a flat slice of the group's matrices.
 
-        `index` is the number of the matrix in the group. It has no meaning for a slice.
+        `index` is the number of the matrix in the group. It is not used for a slice.
         """
         state = self.state[parameter]
         if "momentum_buffer" not in state:
@@ -147,22 +148,21 @@ class MuonWithAdamW(torch.optim.Optimizer):
 
 
 def _change(update: Tensor, rows: tuple[int, ...]) -> Tensor:
-    """Make each matrix of `update` orthogonal, in place; return `update`.
+    """Make each matrix in `update` orthogonal, in place; return `update`.
 
-    Each matrix is multiplied by sqrt(its longer side / the longer side of `update`), so that
-    `_scale` of the whole suits it.
-
-    Args:
-        rows: The rows of each matrix in one period, as in `mark_fused`.
+    `update` consists of periods of `sum(rows)` rows. In each period, `rows[m]` rows belong to
+    matrix m. Each orthogonal matrix is multiplied by sqrt(longer side of the matrix / longer side
+    of `update`).
     """
     for part in update.unflatten(0, (-1, sum(rows))).split(rows, dim=1):
         matrix = part.flatten(0, 1)
+        # so that the caller can multiply the whole `update` by `_scale`
         longer = math.sqrt(max(matrix.shape) / max(update.shape))
         part.copy_(orthogonal(matrix).mul_(longer).view_as(part))
     return update
 
 
 def _scale(shape: torch.Size, lr: float) -> float:
-    """Return -0.2 lr sqrt(max(shape)), the factor of the orthogonal matrix in a Muon update."""
+    """Return -0.2 lr sqrt(max(shape)), by which Muon multiplies the orthogonal matrix."""
     # With this factor, the update has the size of an AdamW update.
     return -0.2 * lr * math.sqrt(max(shape))

@@ -52,8 +52,8 @@ class Schedule:
 
     Attributes:
         start_lr: The learning rate at the end of the warm-up.
-        end_iter: The value of `lr_decay_iters`. The decay of the style `wsd` ends at step
-            `end_iter`. Other decays end at step `end_iter - warmup_iter`.
+        end_iter: The config's `lr_decay_iters`. With the style `wsd`, the decay ends at step
+            `end_iter`. With other styles, the decay ends at step `end_iter - warmup_iter`.
         warmup_iter: The number of warm-up steps, which may be fractional, such as 1.5.
         decay_style: The curve after the warm-up, one of `STYLES` (such as `cosine`).
         min_lr: The minimum learning rate after the warm-up.

@@ -94,12 +94,9 @@ def keys_per_query(config: Config, corpora: Corpora = ()) -> float:
 
 
 def _pieces(documents: np.ndarray, length: int) -> np.ndarray:
-    """Return the lengths of the pieces into which documents are cut by the ends of sequences.
+    """Return the lengths of the pieces of documents that are cut into sequences of `length` tokens.
 
-    The documents follow each other, and each sequence takes the next `length` tokens.
-
-    Args:
-        documents: The length of each document.
+    `documents` holds the lengths of the documents, which follow each other without gaps.
     """
     ends = documents.cumsum(dtype=np.int64)
     cuts = np.union1d(ends, np.arange(length, ends[-1], length))
