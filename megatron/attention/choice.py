@@ -101,8 +101,8 @@ class AttentionFn:
             query_offset: The position of the first query. The first key has the position 0. There
                 must be a key at the position of each query. Keys after the last query are never
                 read, so a cache may have unused entries with any content.
-            decay_BHS: The decay c of each position [batch, heads, keys], in fp64 or fp32. Query i
-                gets c_i - c_j added to its logit of key j. Sums over a long sequence need fp64.
+            decay_BHS: The decay c of each position [batch, heads, keys], in fp64 or fp32. c_i - c_j
+                is added to the logit of query i and key j. Long sequences need fp64.
             starts_BS: The position of the first token of each token's document [batch, keys]. These
                 whole numbers never decrease along the sequence. A query sees only keys of its own
                 document.

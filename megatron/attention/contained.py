@@ -43,9 +43,8 @@ def _clean(x: Tensor, bad: Tensor, lost: Tensor) -> Tensor:
 def contained(run: Callable[[Call], Any], call: Call) -> Any:
     """Return `run(call)`. On a CPU, NaN and infinite inputs affect only the queries that see them.
 
-    If the output of `run(call)` is not finite, a query that sees NaN or infinity gets the output
-    NaN, and all inputs of this query get the gradient NaN. The outputs of all other queries are
-    exact.
+    If the output of `run(call)` holds NaN or infinity, each query that sees such an input gets the
+    output NaN, and the gradients of the query's inputs become NaN. All other outputs are exact.
     """
     found = run(call)
     out_BHTE = found[0] if call.return_lse else found

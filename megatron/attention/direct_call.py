@@ -51,9 +51,9 @@ def attend(
 ) -> Any:
     """Return causal attention [batch, heads, queries, head size of v] in q's dtype.
 
-    The arguments that are not listed here are those of `AttentionFn.__call__`. In contrast to that
-    method, this function rotates q and k if `pos` has a rotary term, over the whole head size and
-    with the base 10000. Under autocast, q, k and v may have different dtypes.
+    `AttentionFn.__call__` describes the arguments that are not listed here. If `pos` has a rotary
+    term, this function also rotates all dimensions of q and k, with the base 10000. Under autocast,
+    q, k and v may have different dtypes.
 
     Args:
         v_BKSE: The values. Their head size may differ from that of q and k.

@@ -64,7 +64,7 @@ def _check_bounds(pos: PositionalEmbedding, theta_HN: Tensor) -> None:
 
 
 class _Watch(TorchFunctionMode):
-    """Torch mode that keeps, in `name`, the first function with a result or gradient not finite."""
+    """Torch mode that stores in `name` the first function with a result or gradient not finite."""
 
     name = ""
 

@@ -26,8 +26,8 @@ class Documents:
 
     Attributes:
         end: The id of the end-of-document token. None means that tokens attend to all documents.
-        drawn_from: The number L of positions from which training draws. 0 means that no positions
-            are drawn.
+        drawn_from: The number of positions from which training draws. 0 means that no positions are
+            drawn.
         restart_positions: Whether positions are counted from the first token of each document.
             Otherwise they are counted from the first token of the sequence.
     """

@@ -117,11 +117,11 @@ def named_theta(pos: PositionalEmbedding, theta_HN: Tensor) -> dict[str, Tensor]
     """Return the values of theta by parameter name, as a run logs them.
 
     The values are [heads], or [1] if all heads share the parameter. If each layer has its own
-    parameters, the values are [layers, heads]. A name that several embeddings use is preceded by
-    the embedding's name and a dot.
+    parameters, the values are [layers, heads]. If several embeddings use a name, the embedding's
+    name and a dot are put before it.
 
-    Instead of more than `MOST_COLUMNS` names, the dict holds "table" [heads, columns], and "shared"
-    [columns] for the columns that all heads share.
+    If there are more than `MOST_COLUMNS` names, the dict holds "table" [heads, columns], and
+    "shared" [columns] for the columns that all heads share.
 
     Args:
         theta_HN: The trained columns of theta [heads, columns], as `trained_theta` returns them.

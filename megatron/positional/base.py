@@ -56,8 +56,8 @@ class PositionalError(ValueError):
 class PositionalEmbedding(FixedValue):
     """Base class of all embeddings. A subclass overrides only the methods that its kind uses.
 
-    A subclass that sets no `kind` gets the kind of the method that it overrides (see `KIND_OF`).
-    The definition of a subclass whose methods all have unknown names raises `PositionalError`.
+    A subclass that sets no `kind` gets the kind of the method that it overrides (see `KIND_OF`). A
+    subclass that only has methods of other names raises `PositionalError`.
 
     `bias` and `weight` are pure torch formulas, against which every attention backend is tested.
     They never clamp theta, because the training loop clamps theta to its bounds after each step.
@@ -165,8 +165,8 @@ class PositionalEmbedding(FixedValue):
         """Return the bias of each head at the query-key distances `d`, [heads, *d.shape].
 
         The bias is at least fp32, or None if it is 0 everywhere. Attention adds the bias to the
-        scaled query-key products. If `reads_position` is true, this method has a third argument,
-        the positions of the queries.
+        scaled query-key products. In a subclass with `reads_position`, this method has a third
+        argument, the positions of the queries.
         """
         return None
 
@@ -275,7 +275,7 @@ class PositionalEmbedding(FixedValue):
         return x_BHTE
 
     def table(self, positions: Tensor, dim: int, dtype: torch.dtype = torch.float32) -> Tensor:
-        """Return the fixed position vectors [*positions.shape, dim] of an `input` embedding.
+        """Return fixed position vectors [*positions.shape, dim], for the kind `input`.
 
         Raises:
             NotImplementedError: The embedding has no fixed vectors.

@@ -28,12 +28,11 @@ class ForgetGate(PositionalEmbedding):
     def decay(self, gate_BHT: Tensor) -> Tensor:
         """Return the decay c [batch, heads, positions] in fp64.
 
-        c_i is the sum of log f over the positions up to i, where f is the forget gate. In a long
-        sequence c is large. Attention uses the differences c_i - c_j, which would lose digits in
-        fp32.
+        c_i is the sum of log f over the positions up to i, where f is the forget gate.
 
         Args:
             gate_BHT: The gates before the sigmoid, w . x + b, in any floating dtype.
         """
         wide = torch.promote_types(gate_BHT.dtype, torch.float32)
+        # in fp64, because c is large in a long sequence, and its differences matter
         return F.logsigmoid(gate_BHT.to(wide)).double().cumsum(-1)

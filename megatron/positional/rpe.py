@@ -61,11 +61,9 @@ class Rpe(PositionalEmbedding):
         return std * torch.randn(self.num_buckets, num_heads, generator=generator).T.contiguous()
 
     def bucket(self, d: Tensor) -> Tensor:
-        """Return the bucket of each distance, as int64.
-
-        The logarithm is computed in fp32, as in GPT-NeoX.
-        """
+        """Return the bucket of each distance, as int64."""
         exact = self.num_buckets // 2
+        # in fp32, as in GPT-NeoX
         ratio = torch.log(d.clamp(min=exact).float() / exact) / math.log(self.max_distance / exact)
         far = exact + (ratio * (self.num_buckets - exact)).long()
         return torch.where(d < exact, d.long(), far.clamp(max=self.num_buckets - 1))

@@ -136,9 +136,9 @@ class BlockedCall:
     def probabilities(self, tile: QueryTile, out_mRn: Tensor, raw_mRn: Tensor | None) -> None:
         """Write the attention probabilities of a tile into `out_mRn`.
 
-        If there is a factor w, also write the scaled query-key products, before their
-        multiplication by w, into `raw_mRn`. Otherwise, `raw_mRn` is None. Both buffers are
-        [sequences * heads, rows, keys].
+        `out_mRn` and `raw_mRn` are [sequences * heads, rows, keys]. `raw_mRn` is None if there is
+        no factor w. Otherwise, the scaled query-key products, not yet multiplied by w, are written
+        into `raw_mRn`.
         """
         q_mRE = self.q_NTE[tile.items, tile.rows]
         k_mEn = self.k_NSE[tile.items, tile.seen].mT

@@ -93,7 +93,7 @@ def walk(
     starts: list[list[int]] | None = None,
     window: int | None = None,
 ) -> Iterator[QueryTile]:
-    """Yield all tiles, in an order that depends only on the arguments.
+    """Yield all tiles of the scores, in an order that depends only on the arguments.
 
     The last query must be at the position of the last key.
 

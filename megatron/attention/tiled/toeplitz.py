@@ -47,10 +47,9 @@ class DistanceVector:
         self.padded_HX = padded_HX.contiguous()
 
     def block(self, heads: slice, rows: int, keys: int) -> Tensor:
-        """Return the values of a block of queries and keys, as a view [heads, rows, keys].
+        """Return the value for each pair of a query and a key, as a view [heads, rows, keys].
 
-        The last query of the block is at the position of the block's last key. The rows are in
-        reversed order.
+        The last query is at the position of the last key. The rows are in reversed order.
         """
         some_HX = self.padded_HX[heads, self.length - keys :]
         return some_HX.as_strided((some_HX.shape[0], rows, keys), (some_HX.stride(0), 1, 1))

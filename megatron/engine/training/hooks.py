@@ -97,7 +97,7 @@ class Hook:
         return {}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Restore this hook from `state`, the state of all hooks. In a new run, it is empty."""
+        """Restore this hook from `state`, the state of all hooks. `state` is empty in a new run."""
 
     def __enter__(self) -> Hook:
         return self

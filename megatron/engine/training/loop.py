@@ -48,7 +48,7 @@ def train_step(
 
     Returns:
         This rank's loss (a 0-d tensor), and the L2 norm of the gradient before clipping. The loss
-        of the step is the mean of all data-parallel ranks' losses.
+        of the step is the mean of this loss over the data-parallel ranks.
     """
     micro_batches = next_batches(batches, accumulation, groups, counting)
     if isinstance(engine, PipelineEngine):
@@ -119,7 +119,7 @@ class TrainingLoop:
                 and the run does not skip such steps. No checkpoint is written then.
             DivergedError: Too many steps in a row were skipped.
             Leave: The run resumed with a validation that was still due, and the job must end during
-                it.
+                this validation.
         """
         training = self.config.training
         self.engine.train()
