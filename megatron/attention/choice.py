@@ -216,7 +216,7 @@ def refused(backend: str, why: str, request: Request) -> AttentionError:
 
 
 def _layout(call: Call) -> tuple:
-    """Return the properties of `call` that `_check` looks at, such as shapes and dtypes."""
+    """Return the properties of `call` that are checked, such as shapes and dtypes."""
     tensors = (call.q_BHTE, call.k_BKSE, call.v_BKSE, call.theta_HN)
     tensors += (call.decay_BHS, call.starts_BS, call.positions_BT)
     shapes = (None if x is None else (x.shape, x.dtype, x.device) for x in tensors)

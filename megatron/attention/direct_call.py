@@ -103,7 +103,7 @@ def _of_one_dtype(*qkv: Tensor) -> tuple[Tensor, ...]:
     """Return q, k and v. Under autocast, cast them to one dtype if their dtypes differ.
 
     Raises:
-        AttentionError: q, k or v is a nested tensor.
+        AttentionError: One of the tensors is nested.
     """
     if any(x.is_nested for x in qkv):
         raise AttentionError(

@@ -110,10 +110,7 @@ class Combination(PositionalEmbedding):
         return term.table(positions, dim, dtype)
 
     def _part(self, *kinds: Kind) -> tuple[PositionalEmbedding, list[int]]:
-        """Return the terms of these kinds as one embedding, and the embedding's columns of theta.
-
-        The columns are indices.
-        """
+        """Return the terms of these kinds as one embedding, and its columns of theta as indices."""
         terms, columns, start = [], [], 0
         for term in self._terms:
             if term.kind in kinds:

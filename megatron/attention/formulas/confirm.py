@@ -74,8 +74,8 @@ class Confirmation:
     def worst(self, got: Tensor, share: float, least: float) -> float:
         """Return the largest ratio of an error in `got` to the accepted error.
 
-        The accepted error is `share` * (8 `lost` + 4 `noise`) + `least` * size. The size of a logit
-        is |logit|, at least 1. The size of a gradient is |gradient|, at least 1 / max(1, |theta|).
+        The accepted error is `share` * (8 `lost` + 4 `noise`) + `least` * size. The size is
+        |`exact`|, but at least 1 for a logit, and at least 1 / max(1, |theta|) for a gradient.
 
         Args:
             got: The results [R, 1 + N] to be compared with `exact`.
