@@ -24,6 +24,7 @@ from megatron.engine.open_text import open_text
 from megatron.evaluation.perplexity_statistics import measured_with
 from megatron.evaluation.suite import context, key_tokens, perplexity, recall
 from megatron.evaluation.suite.measure import Measure, Sample, Subject, read_sample
+from megatron.evaluation.suite.pointer import pointer
 from megatron.evaluation.suite.suite_report import PAGE, Report, write_report
 from megatron.evaluation.suite.verdict import verdict
 from megatron.parallel.groups import Groups
@@ -130,6 +131,7 @@ def measure_all(
         perplexity.by_position(sample, full_nT),
         context.receptive_field(subject, sample, full_nT),
         context.windowed_twin(sample, full_nT, twin_nT),
+        pointer(sample, full_nT, twin_nT),
         context.far_swap(subject, sample, full_nT),
         key_tokens.key_tokens(sample, full_nT, twin_nT, gain_nT, (judge or subject).name),
         recall.induction(subject, sample),

@@ -64,7 +64,7 @@ def estimate(totals: np.ndarray, counts: np.ndarray, documents: np.ndarray) -> E
     """
     _, which = np.unique(documents, return_inverse=True)
     total_d, count_d = np.bincount(which, totals), np.bincount(which, counts)
-    total_d, count_d = total_d[count_d > 0], count_d[count_d > 0]
+    total_d, count_d = total_d[count_d != 0], count_d[count_d != 0]
     if len(total_d) == 0:
         return Estimate(np.nan, np.nan, np.nan, 0)
     value = float(_ratio(total_d, count_d))

@@ -1,0 +1,187 @@
+"""Measure what the text offers: how far an exact-match pointer lowers the loss.
+
+The pointer reads the last n tokens (n = 2, 3, 5), finds where the same n tokens stood earlier in
+the sequence, and predicts the tokens that followed there, in proportion to their counts. Its
+prediction is mixed with that of a model:
+
+    p(x) = w_0 p_model(x) + sum_n w_n count_n(x) / count_n
+
+The weights w depend on the longest n that has a match. They are fitted to other documents than the
+scored one: the documents are dealt into `FOLDS` parts, and each part is scored with the weights
+that expectation maximisation finds on the other parts. Documents that repeat each other count as
+one, so that no copy teaches the weights.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from scipy import sparse
+from scipy.sparse.csgraph import connected_components
+
+from megatron.evaluation.suite.intervals import Estimate, estimate, mean_of
+from megatron.evaluation.suite.measure import Measure, Row, Sample
+
+ORDERS = (2, 3, 5)
+FOLDS = 5
+STEPS = 60
+"""The steps of expectation maximisation."""
+REPEATED = 32
+"""Two sequences repeat each other if they share half of their runs of this many tokens."""
+
+
+def pointer(sample: Sample, full_nT: np.ndarray, twin_nT: np.ndarray) -> Measure:
+    """Measure what the text offers, beside what the model takes.
+
+    The pointer's gain is the loss of the windowed twin minus the loss of its mixture with the
+    pointer. The near text offers the gain of a pointer that copies only what the twin's window
+    holds. The far text offers what the gain grows by if the pointer may copy everything. `alone` is
+    the gain of a pointer that copies only far text. `left` is the same as the offer, but with the
+    model in place of its twin. The model takes the twin's loss minus its own. Only targets with
+    more context than the training length are scored.
+
+    Args:
+        full_nT, twin_nT: The losses of the model and of its windowed twin.
+    """
+    name, title, unit = "pointer", "What the text offers", "nats per token"
+    window = sample.train_length
+    if sample.longest <= window:
+        return Measure(name, title, unit, sample.too_short, [])
+    groups = distinct_documents(sample.sequences_nT, sample.documents)
+    found = predictions(sample.sequences_nT, window)
+    gain, rest = (
+        {where: gains(each[:, window:], losses_nT[:, window:], groups)
+         for where, each in found.items()}
+        for losses_nT in (twin_nT, full_nT)
+    )  # fmt: skip
+    taken_nT = (twin_nT - full_nT)[:, window:]
+    offered, near, left, near_left, alone, taken = (
+        mean_of(each, groups)
+        for each in (gain["all"] - gain["near"], gain["near"], rest["all"] - rest["near"],
+                     rest["near"], gain["far"], taken_nT)
+    )  # fmt: skip
+    also = _columns("left", left) | _columns("alone", alone) | _columns("taken", taken)
+    says = f"Beyond {window:,} tokens, the text offers a pointer {offered} nats; the model takes "
+    says += f"{taken} nats"
+    if offered.low > 0:
+        totals = taken_nT.sum(1), (gain["all"] - gain["near"]).sum(1)
+        share = estimate(*totals, groups)
+        also |= _columns("share", share)
+        says += f", {share.value:.0%} [{share.low:.0%}, {share.high:.0%}] of it"
+    rows = [
+        Row({"matches": f"beyond {window}"}, offered, also),
+        Row({"matches": f"within {window}"}, near, _columns("left", near_left)),
+    ]
+    return Measure(name, title, unit, f"{says}.", rows)
+
+
+def _columns(name: str, found: Estimate) -> dict[str, float]:
+    return {name: found.value, f"{name}_low": found.low, f"{name}_high": found.high}
+
+
+def predictions(sequences_nT: np.ndarray, window: int) -> dict[str, np.ndarray]:
+    """Return the probability of each target for each order of a pointer, [n, T - 1, orders].
+
+    It is -1 where the order has no match. The result has an entry for each of three pointers: the
+    first copies `all` earlier tokens, the second `near` and the third `far` ones. The near ones are
+    the last `window` tokens before a target.
+
+    Args:
+        sequences_nT: The tokens of n sequences, int64 [n, T].
+    """
+    grams, found = _gram_ids(sequences_nT, max(ORDERS) + 1), {"all": [], "near": [], "far": []}
+    for order in ORDERS:
+        # A match ends one token before the token that is copied.
+        every, far = (
+            (_earlier(grams[order], beyond)[:, :-1], _earlier(grams[order + 1], beyond)[:, 1:])
+            for beyond in (0, window)
+        )
+        near = every[0] - far[0], every[1] - far[1]
+        for (matches, hits), kept in zip((every, near, far), found.values(), strict=True):
+            kept.append(np.where(matches > 0, hits / np.maximum(matches, 1), -1.0))
+    return {name: np.stack(kept, -1) for name, kept in found.items()}
+
+
+def _gram_ids(sequences_nT: np.ndarray, longest: int) -> dict[int, np.ndarray]:
+    """Return ids [n, T] of the 1 to `longest` tokens that end at each position.
+
+    Two ids are equal if the tokens and the sequence are equal. Where fewer tokens end, the id has
+    no equal.
+    """
+    row_n1 = np.arange(len(sequences_nT))[:, None]
+    tokens_nT = np.unique(sequences_nT, return_inverse=True)[1].reshape(sequences_nT.shape)
+    ids, size = {1: row_n1 * (tokens_nT.max() + 1) + tokens_nT}, tokens_nT.max() + 1
+    for order in range(1, longest):
+        before = np.concatenate((ids[order].max() + 1 + row_n1, ids[order][:, :-1]), 1)
+        pairs = before * size + tokens_nT
+        ids[order + 1] = np.unique(pairs, return_inverse=True)[1].reshape(pairs.shape)
+    return ids
+
+
+def _earlier(ids_nT: np.ndarray, beyond: int) -> np.ndarray:
+    """Return how often the id of each position p occurs at the positions below p - `beyond`."""
+    positions = np.arange(ids_nT.shape[1])
+    start_nT = ids_nT * len(positions)
+    keys = np.sort((start_nT + positions).ravel())
+    ends = np.searchsorted(keys, start_nT + np.maximum(positions - beyond, 0))
+    return ends - np.searchsorted(keys, start_nT)
+
+
+def gains(found_nTO: np.ndarray, losses_nT: np.ndarray, groups: np.ndarray) -> np.ndarray:
+    """Return by how much the mixture with the pointer lowers each loss, in nats [n, T].
+
+    Args:
+        found_nTO: An entry of `predictions`, for the same targets.
+        groups: [n], the document of each sequence. Documents of other parts teach the weights.
+    """
+    states_nT = (found_nTO >= 0).sum(-1)  # an order has matches if a higher order has matches
+    # Probabilities are divided by the model's, so that large losses do not underflow.
+    ratios = np.maximum(found_nTO, 0) * np.exp(np.minimum(losses_nT, 300))[..., None]
+    ratios = np.concatenate((np.ones((*losses_nT.shape, 1)), ratios), -1)
+    gained_nT = np.zeros(losses_nT.shape)
+    part_n = np.unique(groups, return_inverse=True)[1] % FOLDS
+    for part in np.unique(part_n):
+        for state in range(1, len(ORDERS) + 1):
+            taught = ratios[part_n != part][states_nT[part_n != part] == state]
+            scored = (part_n == part)[:, None] & (states_nT == state)
+            gained_nT[scored] = np.log(ratios[scored] @ _weights(taught))
+    return gained_nT
+
+
+def _weights(ratios: np.ndarray) -> np.ndarray:
+    """Return the weights of the model and of each order that fit tokens best, [1 + orders].
+
+    Args:
+        ratios: [tokens, 1 + orders], the probability of each component divided by the model's.
+    """
+    hits = ratios[ratios[:, 1:].any(1)]  # the other tokens belong to the model
+    weights = np.full(ratios.shape[1], 1 / ratios.shape[1])
+    for _ in range(STEPS):
+        shares = (hits * weights / (hits @ weights)[:, None]).sum(0)
+        shares[0] += len(ratios) - len(hits) + 1  # one more, so that the model keeps a weight
+        weights = shares / shares.sum()
+    return weights
+
+
+def distinct_documents(sequences_nT: np.ndarray, documents: np.ndarray) -> np.ndarray:
+    """Return a number for each sequence, the same for documents that repeat each other, [n].
+
+    Args:
+        documents: [n], the document of each sequence.
+    """
+    size = min(REPEATED, sequences_nT.shape[1])
+    factors = np.random.default_rng(0).integers(1 << 62, size=size)
+    runs_nR = np.lib.stride_tricks.sliding_window_view(sequences_nT, size, axis=1) @ factors
+    columns = np.unique(runs_nR, return_inverse=True)[1].ravel()
+    owner = np.repeat(np.arange(len(runs_nR)), runs_nR.shape[1])
+    counts: Any = sparse.csr_matrix((np.ones(len(owner)), (owner, columns)))
+    holds = counts.sign()
+    shared = (holds @ holds.T).tocoo()
+    runs = np.asarray(holds.sum(1)).ravel()
+    alike = 2 * shared.data >= np.minimum(runs[shared.row], runs[shared.col])
+    numbers = np.unique(documents, return_inverse=True)[1]
+    ends = numbers[shared.row[alike]], numbers[shared.col[alike]]
+    size = numbers.max() + 1
+    graph = sparse.coo_matrix((np.ones(len(ends[0])), ends), shape=(size, size))
+    return connected_components(graph, directed=False)[1][numbers]
