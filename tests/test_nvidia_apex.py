@@ -56,6 +56,7 @@ def test_apex_is_used_where_it_is_installed(apex):
     assert nvidia_apex.find(*APEX_ADAM) == (FusedAdam, "")
     assert optimizer_kind("fusedadam", "bf16", 1) == ("apex", "apex's FusedAdam")
     assert optimizer_kind("adam", "bf16", 1) == ("adam", "")
+    assert optimizer_kind("fusedadam", "fp32", 0) == ("apex", "apex's FusedAdam")
     kind, why = optimizer_kind("fusedadam", "bf16", 0)
     assert kind == "adam" and "DeepSpeed's bf16 training without ZeRO does not take it" in why
     group = {"params": [torch.nn.Parameter(torch.ones(2))], "weight_decay": 0.5}

@@ -25,6 +25,8 @@ from tests.faults.case import (
 from tests.helpers.hub import hub_model, write_tokenizer
 from tests.helpers.jobs import BASE, write_config, write_shards
 from tests.helpers.paths import FIXTURES
+from tools.experiments.grid import read_grid
+from tools.experiments.results import of_grid
 
 
 def prepare(folder: Path) -> Case:
@@ -183,9 +185,10 @@ def sweep(folder: Path) -> Case:
     def result(now: Path) -> object:
         (run,) = (path for path in (now / "runs").iterdir() if path.is_dir())
         table = (now / "runs" / "cells.csv").read_text()
-        state = json.loads((run / "cell.json").read_text())["state"]
+        counted, remarks = of_grid(read_grid(grid, {}))
         csv = (run / "extrapolation.csv").read_text()
-        return training_result(run), state, re.sub(r"\d+\.\d+", "", table), csv
+        without_times = re.sub(r"\d+\.\d+", "", table)
+        return training_result(run), without_times, csv, counted.to_csv(), remarks
 
     def whole(now: Path) -> None:
         for run in (now / "runs").glob("*/latest"):

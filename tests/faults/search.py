@@ -4,14 +4,16 @@
     python -m tests.faults.search power --command fresh_train
 
 `calls` fails calls of a command, one in each run (see `inject.py`). `power` rebuilds what a disk
-may hold after a power loss, and gives the command again (see `power.py`). Both need strace. The
-last logs are `tests/faults/calls.log` and `tests/faults/power.log`.
+may hold after a power loss, and gives the command again (see `power.py`). Both need strace. If the
+log ends within the same search by `calls`, that search goes on after its last trial. The last logs
+are `tests/faults/calls.log` and `tests/faults/power.log`.
 """
 
 from __future__ import annotations
 
 import os
 import platform
+import re
 import shutil
 import sys
 import tempfile
@@ -19,6 +21,24 @@ from datetime import date
 from pathlib import Path
 
 from megatron import entry
+
+
+def trials_done(log: Path | None, search: str) -> frozenset[str]:
+    """Return the names of the trials in `log` of a search that was stopped before its end.
+
+    Args:
+        search: How the search's first line begins.
+    """
+    names: set[str] = set()
+    ours = False
+    for line in log.read_text().splitlines() if log and log.exists() else ():
+        if line.startswith("# "):
+            ours = line.startswith(search)
+        elif ours and line.endswith("faults found"):
+            names.clear()
+        elif ours and (found := re.match(r"(E\w+ .*): (FAULT|ended|NOT REACHED)", line)):
+            names.add(found[1])
+    return frozenset(names)
 
 
 def main() -> int:
@@ -47,17 +67,20 @@ def main() -> int:
         for file in filter(None, (sys.stdout, log)):
             print(text.replace(str(folder), "FOLDER"), file=file, flush=True)
 
-    say(
+    search = (
         f"# python -m tests.faults.search {args.what} --command {args.command} --seed {args.seed}"
         + (f" --errors {args.errors}" if args.what == "calls" else "")
         + (f" --most {args.most}" if args.most < 10**6 else "")
         + (f" --only {args.only!r}" if args.only else "")
-        + f"; {date.today()}, {platform.machine()}, {os.cpu_count()} cores, Linux, CPU only"
+        + "; "
     )
+    before = trials_done(args.log, search)
+    say(f"{search}{date.today()}, {platform.machine()}, {os.cpu_count()} cores, Linux, CPU only")
     makes = CASES if args.what == "calls" else POWER
     case = makes[args.command](folder / args.command)
     if args.what == "calls":
-        found = inject.hurt(case, args.errors.split(","), args.seed, args.most, say, args.only)
+        wanted = args.errors.split(",")
+        found = inject.hurt(case, wanted, args.seed, args.most, say, args.only, before)
     else:
         found = power.lose(case, args.seed, args.most, say, args.only)
     faults = 0

@@ -18,8 +18,11 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from tests.helpers.launch import start_script
+from tests.helpers.launch import PRELOADED, start_script
 from tests.helpers.paths import ROOT
+
+# The tables and pictures of an evaluation need them. Under strace, their imports are slow.
+PRELOADED += ["pandas", "matplotlib.backends.backend_agg", "matplotlib.figure", "scipy.stats"]
 
 NEEDED = "needs strace: install Debian's package strace, then run pytest tests/faults"
 KINDS = (

@@ -25,6 +25,7 @@ ALSO = {
         f"{_TRAINING}/test_bad_gradient.py",
         "tests/distributed/test_theta_bounds.py",
     ],
+    "megatron/engine/training/optimizer.py": ["tests/test_nvidia_apex.py"],
     "megatron/engine/training/pipeline_engine.py": ["tests/distributed/test_pipeline.py"],
     "megatron/engine/training/speed.py": ["tests/engine/run_log/test_sinks.py"],
     "megatron/engine/training/step_log.py": [f"{_TRAINING}/test_bad_loss.py"],

@@ -2,38 +2,19 @@
 
 from __future__ import annotations
 
-import os
 import signal
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.helpers.launch import start_script
+from tests.helpers.launch import Forked
 from tools.experiments import runner
 
 
 @pytest.fixture(scope="session")
 def cases(fixtures) -> Path:
     return fixtures / "parity"
-
-
-class Forked:
-    """A cell's process without the seconds that its imports take, used like a Popen."""
-
-    def __init__(self, command, log, environ):
-        self.process = start_script(command[1:], log.fileno(), cwd=Path.cwd(), environ=environ)
-
-    returncode = property(lambda self: self.process.exitcode)
-
-    def poll(self):
-        return self.process.exitcode
-
-    def send_signal(self, number):
-        os.kill(self.process.pid, number)
-
-    def kill(self):
-        self.process.kill()
 
 
 @pytest.fixture

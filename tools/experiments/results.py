@@ -42,7 +42,7 @@ def of_grid(grid: Grid) -> tuple[Frame, list[str]]:
     for cell in grid.cells:
         state, why = state_of(cell)
         record = Record.read(cell.folder)
-        if record is None or record.state != "finished" or state == "cut off":
+        if not record or state == "cut off" or "finished" not in (state, record.state):
             remarks.append(f"{cell.name}: {': '.join(filter(None, (state, why)))}, not counted")
             continue
         if state == "stale":

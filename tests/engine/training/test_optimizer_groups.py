@@ -13,9 +13,11 @@ from megatron.engine.training.optimizer import (
     all_finite,
     build_optimizer,
     gradient_norm,
+    keep_hyperparameters,
     mark_sharded_gradients,
     parameter_groups,
 )
+from megatron.engine.training.schedule import AnnealingLR, Schedule
 from megatron.model import GPT, BlockShape, GPTShape, Plan
 from megatron.parallel.groups import ALONE, TensorGroup
 from megatron.parallel.sharding import Sharding, mark_sharding
@@ -149,3 +151,23 @@ def test_only_gradients_of_sharded_parameters_are_marked():
     mark_sharded_gradients(layer)
     assert layer.weight.grad.model_parallel is True
     assert not hasattr(layer.bias.grad, "model_parallel") and layer.frozen.grad is None
+
+
+def test_a_loaded_checkpoint_changes_no_hyperparameter():
+    def built(weight_decay, **adams):
+        section = adam(weight_decay, theta_lr_multiplier=2.0, **adams)
+        return build_optimizer("adam", parameter_groups(model(), section), section)
+
+    def values(optimizer):
+        keys = ("weight_decay", "betas", "eps", "lr_multiplier", "lr")
+        return [[group.get(key) for key in keys] for group in optimizer.param_groups]
+
+    mine = built(0.1, betas=(0.8, 0.9), eps=1e-3)
+    other = built(0.3, betas=(0.5, 0.6), eps=1e-2)
+    schedule = AnnealingLR(mine, Schedule(start_lr=0.5, end_iter=10, decay_style="constant"))
+    before = values(mine)
+    assert [each[-1] for each in before] == [0.5, 0.5, 1.0]
+    with keep_hyperparameters(schedule):
+        mine.load_state_dict(other.state_dict())
+        assert values(mine) == values(other) != before
+    assert values(mine) == before

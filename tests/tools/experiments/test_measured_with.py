@@ -22,6 +22,7 @@ from tools import sweep, table
 from tools.experiments import runner
 from tools.experiments.claims import p_value, verdicts
 from tools.experiments.grid import read_grid
+from tools.experiments.results import of_grid
 from tools.experiments.state import Record, state_of
 
 MEASURED = ["distance_scale", "split", "step", "code"]
@@ -111,6 +112,20 @@ def test_the_same_evaluation_by_hand_counts(grid, capsys):
     evaluate(grid)
     assert state_of(read_grid(grid).cells[0]) == ("finished", "")
     assert table.main([str(grid), "--out", str(grid.parent / "out")]) == 0
+
+
+def test_a_run_that_ended_after_its_sweep_counts(grid):
+    """The sweep may stop before it records the end, for example because the disk is full."""
+    run = grid.parent / "runs" / "kerple_log-1"
+    record = Record.read(run)
+    record.state = "running"
+    record.write(run)
+    assert state_of(read_grid(grid).cells[0]) == ("finished", "")
+    found, remarks = of_grid(read_grid(grid))
+    assert set(found["length"].dropna()) >= {16, 32} and remarks == []
+    (run / "extrapolation.csv").unlink()
+    found, remarks = of_grid(read_grid(grid))
+    assert found.empty and remarks == ["kerple_log-1: running, not counted"]
 
 
 def test_a_table_of_somebody_else_does_not_replace_the_results(grid):
