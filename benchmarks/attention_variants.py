@@ -3,6 +3,8 @@
 Each variant is a function (q, k, v, theta) -> output:
 
 - `fused NAME`: this project's Triton kernels with the distance kernel NAME;
+- `fused kerple_log, group 4`: the same with 4 query heads for each key head;
+- `fused kerple_log, one key head`: the same with one key head for all query heads;
 - `flex [H]`: FlexAttention that evaluates kerple_log's formula for each score;
 - `flex table`: FlexAttention that looks up kerple_log's values in a table [H, T];
 - `sdpa flash`, `sdpa cudnn`: torch's causal attention without a distance kernel;
@@ -29,6 +31,8 @@ from megatron.positional import PositionalEmbedding, load
 
 FUSED = ("kerple_log", "kerple_power", "none", "rpe")
 LOG = load("kerple_log")
+MOST_HEADS = 1 << 16
+"""More heads than any attention has. In a group of so many heads, all share one key head."""
 
 
 @dataclass(frozen=True)
@@ -38,11 +42,13 @@ class Variant:
     Attributes:
         function: (q, k, v, theta or None) -> output [B, H, T, E].
         pos: The positional embedding whose distance kernel the function uses.
+        group: The number of query heads that share a key head, if there are so many.
     """
 
     name: str
     function: Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor]
     pos: PositionalEmbedding
+    group: int = 1
 
     @property
     def is_flex(self) -> bool:
@@ -116,6 +122,8 @@ def variants() -> dict[str, Variant]:
     none = load("none")
     found = [Variant(f"fused {pos.name}", ours("fused", pos), pos) for pos in map(load, FUSED)]
     found += [
+        Variant("fused kerple_log, group 4", ours("fused", LOG), LOG, 4),
+        Variant("fused kerple_log, one key head", ours("fused", LOG), LOG, MOST_HEADS),
         Variant("flex [H]", ours("flex", LOG), LOG),
         Variant("flex table", flex_table, LOG),
         Variant("sdpa flash", plain_sdpa(SDPBackend.FLASH_ATTENTION), none),
@@ -137,7 +145,9 @@ class Inputs:
     thetas: dict[str, Tensor]
 
     def of(self, variant: Variant) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-        return self.q, self.k, self.v, self.thetas.get(variant.pos.name)
+        key_heads = max(1, self.q.shape[1] // variant.group)
+        k, v = (x if variant.group == 1 else x[:, :key_heads] for x in (self.k, self.v))
+        return self.q, k, v, self.thetas.get(variant.pos.name)
 
     def forward(self, variant: Variant) -> Tensor:
         with torch.no_grad():

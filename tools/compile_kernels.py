@@ -16,7 +16,8 @@ Examples of names are `sm_90 rpe key bf16 64` and `sm_90 rpe key bf16 64 dropout
 The columns of the CSV are:
 
 - Triton's version, the GPU architecture (such as sm_90), the distance kernel, the pass, the dtype,
-  the head size, and whether there is dropout (0 or 1);
+  the head size, whether there is dropout (0 or 1), and how many query heads share a key head (the
+  group: all groups above 1 have the same code);
 - the tile (M, N, warps, stages);
 - the registers of a thread, the bytes that a thread spills, and the shared memory in bytes;
 - whether matrix products are serialised (1 if ptxas reports that each product waits for the one
@@ -84,31 +85,39 @@ TERMS = {"documents": ("first", "end"), "sink": ("sink",), "forget_gate": ("high
 CROSSES = ("kerple_log + forget_gate + documents", "kerple_power_mul + sink + documents",
            "log_n + forget_gate + sink")  # fmt: skip
 AMPERE_AND_HOPPER = (90, 80, 86)
-# Each entry is (targets, distance kernels, dtypes, head sizes, dropout).
+# With groups of query heads that share a key head. All groups above 1 have the same code.
+GROUP = 4
+GROUPED = ("kerple_log", "kerple_power", "alibi", "none", "rotary + kerple_log")
+# Each entry is (targets, distance kernels, dtypes, head sizes, dropout, group).
 LISTED: Any = (
-    (AMPERE_AND_HOPPER, KERNELS, HALF, SIZES, False),
-    (AMPERE_AND_HOPPER, KERNELS, ("fp32",), (16, 64, 128, 256), False),
-    (AMPERE_AND_HOPPER, KERNELS, HALF, USUAL, True),
-    (AMPERE_AND_HOPPER, OTHERS, HALF, USUAL, False),
-    (BLACKWELL, KERNELS, ("bf16",), USUAL, False),
-    ((90,), (*TERMS, *CROSSES), HALF, USUAL, False),
-    ((90,), (*TERMS, *CROSSES, *OTHERS), HALF, USUAL, True),
+    (AMPERE_AND_HOPPER, KERNELS, HALF, SIZES, False, 1),
+    (AMPERE_AND_HOPPER, KERNELS, ("fp32",), (16, 64, 128, 256), False, 1),
+    (AMPERE_AND_HOPPER, KERNELS, HALF, USUAL, True, 1),
+    (AMPERE_AND_HOPPER, OTHERS, HALF, USUAL, False, 1),
+    (BLACKWELL, KERNELS, ("bf16",), USUAL, False, 1),
+    ((90,), (*TERMS, *CROSSES), HALF, USUAL, False, 1),
+    ((90,), (*TERMS, *CROSSES, *OTHERS), HALF, USUAL, True, 1),
+    (AMPERE_AND_HOPPER, GROUPED, HALF, USUAL, False, GROUP),
+    (AMPERE_AND_HOPPER, GROUPED, ("bf16",), (80,), False, GROUP),
+    (AMPERE_AND_HOPPER, GROUPED[:-1], ("bf16",), USUAL, True, GROUP),
 )
 SAMPLE: Any = (
-    ((90,), ("kerple_log", "rpe"), ("bf16",), (64,), False),
-    ((90,), ("kerple_log",), ("bf16",), (128,), True),
-    ((90,), ("kerple_power_add_mul",), ("fp16",), (128,), False),
-    ((80,), ("kerple_log",), ("bf16",), (64,), False),
-    ((86,), ("none",), ("fp32",), (16,), False),
+    ((90,), ("kerple_log", "rpe"), ("bf16",), (64,), False, 1),
+    ((90,), ("kerple_log",), ("bf16",), (128,), True, 1),
+    ((90,), ("kerple_power_add_mul",), ("fp16",), (128,), False, 1),
+    ((80,), ("kerple_log",), ("bf16",), (64,), False, 1),
+    ((86,), ("none",), ("fp32",), (16,), False, 1),
+    ((90,), ("kerple_log",), ("bf16",), USUAL, False, GROUP),
+    ((80,), ("kerple_log",), ("bf16",), (128,), False, GROUP),
 )
 
 
 def variants(sample: bool) -> Iterator[Variant]:
-    for *parts, dropout in SAMPLE if sample else LISTED:
+    for *parts, dropout, group in SAMPLE if sample else LISTED:
         for target, kernel, dtype, size in product(*parts):
-            for which in PASSES:
+            for which in PASSES if group == 1 else ("query", "key"):
                 if {"table": "rpe", "hidden": "fire"}.get(which, kernel) == kernel:
-                    yield Variant(target, kernel, which, dtype, size, dropout)
+                    yield Variant(target, kernel, which, dtype, size, dropout, group)
 
 
 @lru_cache
@@ -157,11 +166,15 @@ def build(variant: Variant) -> Row:
     """
     tile, (pos, functions, terms) = tile_of(variant), kernel_of(variant.kernel)
     terms = [*terms, *(("position",) if functions.reads_position else ())]
+    terms += ["lost"] if variant.dtype in HALF else []
     flags: Any = {"dropout": variant.dropout, "theta": pos.learnable, "terms": terms}
-    fixed = constants(functions, tile, variant.head_size, **flags) | {"group": 1}
+    fixed = constants(functions, tile, variant.head_size, **flags) | (
+        {"group": 1} if variant.group == 1 else {}
+    )
     function = PASSES[variant.which]
     pointers = {f"{name}_ptr": "*i32" for name in ("first", "end", "position")}
-    pointers |= {f"{name}_ptr": f"*{variant.dtype}" for name in order(variant.which)[1]}
+    halves = {*order(variant.which)[1], "lost"}
+    pointers |= {f"{name}_ptr": f"*{variant.dtype}" for name in halves}
     pointers["seed_ptr"] = "*i64"
     signature, attributes = {}, {}
     for n, name in enumerate(function.arg_names):
@@ -187,7 +200,7 @@ def build(variant: Variant) -> Row:
     registers, stack = resources(cubin)
     return Row(
         *(triton.__version__, f"sm_{variant.target}", variant.kernel, variant.which),
-        *(variant.dtype, variant.head_size, int(variant.dropout)),
+        *(variant.dtype, variant.head_size, int(variant.dropout), variant.group),
         *(tile.M, tile.N, tile.warps, tile.stages),
         *(registers, stack, compiled.metadata.shared, int("serialized" in notes.getvalue())),
         round(special_functions(compiled.asm["ptx"]) * 32 * tile.warps / scores, 2),

@@ -98,12 +98,11 @@ def calls_of(args: argparse.Namespace) -> dict[tuple[str, str], Callable[[], obj
     request = Request(pos, args.device, dtype, head_size=args.head_size)
     attend = AttentionFn(fused.BACKEND, "", request)
 
-    def forward() -> tuple[Tensor, Tensor]:
+    def forward() -> tuple[Tensor, Tensor, Tensor]:
         return launch.forward(q, k, v, rows, None, setting)
 
     def both() -> object:
-        out, lse = forward()
-        return launch.backward(grad, q, k, v, out, lse, rows, None, setting, True)
+        return launch.backward(grad, q, k, v, *forward(), rows, None, setting, True)
 
     def attention() -> Tensor:
         return attend(*leaves[:3], pos, leaves[3], scale=scale)

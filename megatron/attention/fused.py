@@ -11,7 +11,9 @@ With documents or a window, tiles of keys that no query sees are skipped. A deca
 running sum over positions and may be large, so differences of the decay are computed before
 rounding to fp32 (`megatron.kernels.documents_sink_decay`).
 
-In addition to the results, memory is needed for two numbers per query and head. Each Triton program
+In addition to the results, memory is needed for two numbers per query and head. In 16 bits, what
+the output lost when it was rounded is kept for the backward pass, in as much memory as the output.
+Each Triton program
 also needs one number for each column of theta. If the formula is tabulated, memory is also needed
 for the table.
 
@@ -205,8 +207,8 @@ class _FusedAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, setting: Setting, *inputs: Any) -> tuple[Tensor, Tensor]:
-        out, lse = operations.fused_forward(setting, *inputs)
-        ctx.save_for_backward(out, lse, *inputs)
+        out, lse, lost = operations.fused_forward(setting, *inputs)
+        ctx.save_for_backward(out, lse, lost, *inputs)
         ctx.set_materialize_grads(False)
         ctx.setting = setting
         return out, lse

@@ -46,6 +46,7 @@ _FUSED = (
     "Tensor q, Tensor k, Tensor v, Tensor rows, Tensor? sink, Tensor? decay, Tensor? first, "
     "Tensor? position, Tensor? seed, str code, float scale, SymInt query_offset, float dropout_p"
 )
+_RESULTS = "Tensor out, Tensor lse, Tensor lost"
 _TENSORS = 9
 """The number of tensor arguments of `blocked`, and also of `fused`. They precede the others."""
 
@@ -105,8 +106,8 @@ def register(name: str, functions: DeviceFunctions) -> str:
     return code
 
 
-def fused_forward(setting: Setting, *inputs: Any) -> tuple[Tensor, Tensor]:
-    """Return the attention output, and `lse` for the backward pass; see `launch.forward`.
+def fused_forward(setting: Setting, *inputs: Any) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the attention output, `lse` and `lost`; see `launch.forward`.
 
     Args:
         inputs: The tensor arguments of `kerple::fused`, in order.
@@ -119,8 +120,9 @@ def fused_forward(setting: Setting, *inputs: Any) -> tuple[Tensor, Tensor]:
 
 
 def fused_gradients(
-    setting: Setting, need_rows: bool, grad: Tensor, out: Tensor, lse: Tensor, *inputs: Any
-) -> tuple[Tensor | None, ...]:
+    setting: Setting, need_rows: bool, grad: Tensor, out: Tensor, lse: Tensor, lost: Tensor,
+    *inputs: Any,
+) -> tuple[Tensor | None, ...]:  # fmt: skip
     """Return the gradients of q, k, v, `rows`, the sink and the decay; see `launch.backward`.
 
     Args:
@@ -132,19 +134,21 @@ def fused_gradients(
 
     q, k, v, rows, sink, decay, first, position, seed = inputs
     terms = launch.Terms(first, sink, decay, position)
-    return launch.backward(grad, q, k, v, out, lse, rows, seed, setting, need_rows, terms)
+    return launch.backward(grad, q, k, v, out, lse, lost, rows, seed, setting, need_rows, terms)
 
 
-@torch.library.custom_op("kerple::fused", mutates_args=(), schema=f"({_FUSED}) -> (Tensor, Tensor)")
-def fused(*arguments: Any) -> tuple[Tensor, Tensor]:
-    """Return the attention output and `lse`; see `launch.forward`. `_FUSED` lists the arguments."""
+@torch.library.custom_op(
+    "kerple::fused", mutates_args=(), schema=f"({_FUSED}) -> (Tensor, Tensor, Tensor)"
+)
+def fused(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the output, `lse` and `lost`; see `launch.forward`. `_FUSED` lists the arguments."""
     return fused_forward(setting_of(*arguments[_TENSORS:]), *arguments[:_TENSORS])
 
 
 @torch.library.custom_op(
     "kerple::fused_backward",
     mutates_args=(),
-    schema=f"(Tensor grad, Tensor out, Tensor lse, {_FUSED}, bool need_rows) -> Tensor[]",
+    schema=f"(Tensor grad, {_RESULTS}, {_FUSED}, bool need_rows) -> Tensor[]",
 )
 def fused_backward(*arguments: Any) -> list[Tensor]:
     """Return those gradients of `fused_gradients` that are not None, as a list."""
@@ -154,19 +158,20 @@ def fused_backward(*arguments: Any) -> list[Tensor]:
 
 
 @fused.register_fake
-def _(q_BHTE: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
-    return _new_heads(q_BHTE), q_BHTE.new_empty(q_BHTE.shape[:3], dtype=torch.float32)
+def _(q_BHTE: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
+    lost = _new_heads(q_BHTE[:0] if q_BHTE.dtype == torch.float32 else q_BHTE)
+    return _new_heads(q_BHTE), q_BHTE.new_empty(q_BHTE.shape[:3], dtype=torch.float32), lost
 
 
 @fused_backward.register_fake
-def _(grad_BHTE: Tensor, out_BHTE: Tensor, lse_BHT: Tensor, *arguments: Any) -> list[Tensor]:
+def _(grad_BHTE: Tensor, out: Tensor, lse: Tensor, lost: Tensor, *arguments: Any) -> list[Tensor]:
     *qkv, rows_HW, sink_H, decay_BHS = arguments[:6]
     terms = (rows_HW if arguments[-1] else None, sink_H, decay_BHS)
     return [_new_heads(x) for x in qkv] + [_new(x, torch.float32) for x in terms if x is not None]
 
 
-def _save(ctx: Any, inputs: tuple, output: Tensor | tuple[Tensor, Tensor]) -> None:
-    results = () if isinstance(output, Tensor) else output  # of a fused operation: (out, lse)
+def _save(ctx: Any, inputs: tuple, output: Tensor | tuple[Tensor, ...]) -> None:
+    results = () if isinstance(output, Tensor) else output  # of a fused operation: (out, lse, lost)
     ctx.mark_non_differentiable(*results[1:])
     ctx.save_for_backward(*results, *inputs[:_TENSORS])
     ctx.numbers = inputs[_TENSORS:]

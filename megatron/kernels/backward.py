@@ -12,15 +12,18 @@ theta (the distance kernel's parameters). ds_ij is the gradient with respect to 
 registers and writes its sums for theta to one row of the tensor `sums`. `launch` adds up these rows
 in fixed order. `query_pass` also computes delta.
 
-In 16 bits, o is rounded, and the error of do_i . o_i would cause most of the error of dtheta. The
-true delta_i is sum_j p_ij do_i . v_j. Let excess_i be the true delta_i minus do_i . o_i. excess_i
-equals the sum over j of the ds_ij that are computed with do_i . o_i, so it is known only after the
-loop over j. Therefore this loop computes both sum_j ds_ij t_ij and sum_j p_ij t_ij, where t_ij is
-dx_ij/dtheta_k. After the loop, `query_pass` subtracts excess_i times the second sum from the first
-sum. It stores do_i . o_i + excess_i as delta_i for the other Triton kernels.
+In 16 bits, o is rounded. Where one weight of a row is almost 1, the error of do_i . o_i is larger
+than all ds_ij of the row. Therefore `forward_pass` also stores what o has lost, and `query_pass`
+adds it to o. What remains is the error of the weights, which are rounded for their product with v.
+It would cause most of the error of dtheta. The true delta_i is sum_j p_ij do_i . v_j. Let excess_i
+be the true delta_i minus do_i . o_i. It is the sum over j of the ds_ij that are computed with
+do_i . o_i, so it is known only after the loop over j. Therefore this loop computes both
+sum_j ds_ij t_ij and sum_j p_ij t_ij, where t_ij is dx_ij/dtheta_k. Then excess_i times the second
+sum is subtracted from the first. delta_i for the other Triton kernels is do_i . o_i + excess_i.
 
 `key_pass`: each program handles N keys of one key head. It sums dk and dv over all query heads that
-share these keys.
+share these keys. If that would be too few programs for a GPU, the query heads are divided into
+parts, and `launch` adds up the parts in fixed order.
 
 Each result is written by one program, in a fixed order of summation. Therefore gradients are
 repeatable bit for bit.
@@ -56,8 +59,10 @@ from megatron.kernels.dropout import kept
 from megatron.kernels.rows import (
     LOG2E,
     ends_of,
+    exact_output,
     gradients_of,
     key_tile_at,
+    open_group,
     open_head,
     open_rows,
     seen_by,
@@ -96,10 +101,13 @@ def query_tile(
     return dq, excess, acc
 
 
-@triton.jit(do_not_specialize=["heads", "queries", "keys", "offset", "width", "threshold"])
+@triton.jit(
+    do_not_specialize=["heads", "queries", "keys", "offset", "width", "threshold"],
+    do_not_specialize_on_alignment=["group"],
+)
 def query_pass(
     q_ptr, k_ptr, v_ptr, out_ptr, do_ptr, dq_ptr, lse_ptr, delta_ptr, sums_ptr, theta_ptr, seed_ptr,
-    first_ptr, sink_ptr, high_ptr, low_ptr, position_ptr,
+    first_ptr, sink_ptr, high_ptr, low_ptr, position_ptr, lost_ptr,
     q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, out_b, out_h, out_t, do_b, do_h, do_t,
     dq_b, dq_h, dq_t, heads, group, queries, keys, offset, width, scale, threshold, rescale,
     f_prepare: tl.constexpr, f_evaluate: tl.constexpr, f_zeros: tl.constexpr, f_add: tl.constexpr,
@@ -125,8 +133,9 @@ def query_pass(
     b, h = head.b, head.h
     q = load_rows(q_ptr + b * q_b + h * q_h, m0, queries, q_t, True, M, E, P)
     do = load_rows(do_ptr + b * do_b + h * do_h, m0, queries, do_t, True, M, E, P)
-    out = load_rows(out_ptr + b * out_b + h * out_h, m0, queries, out_t, True, M, E, P)
-    delta = tl.sum(do.to(tl.float32) * out.to(tl.float32), axis=1)
+    at = b * out_b + h * out_h
+    out = exact_output(out_ptr, lost_ptr, at, m0, queries, out_t, M, E, P)
+    delta = tl.sum(do.to(tl.float32) * out, axis=1)
     i = m0 + tl.arange(0, M)
     per_row = item.to(tl.int64) * queries + i
     # lse = +inf makes p = 0 in rows past the last query.
@@ -215,7 +224,10 @@ def key_tile(
     return dk, dv, ddecay
 
 
-@triton.jit(do_not_specialize=["heads", "queries", "keys", "offset", "width", "threshold"])
+@triton.jit(
+    do_not_specialize=["heads", "queries", "keys", "offset", "width", "threshold"],
+    do_not_specialize_on_alignment=["group"],
+)
 def key_pass(
     q_ptr, k_ptr, v_ptr, do_ptr, dk_ptr, dv_ptr, lse_ptr, delta_ptr, theta_ptr, seed_ptr,
     end_ptr, high_ptr, low_ptr, ddecay_ptr, position_ptr,
@@ -228,50 +240,51 @@ def key_pass(
 ):  # fmt: skip
     """Compute the gradients of k and v, and a part of the decay's gradient.
 
-    Each program handles N keys of one key head and all query heads that share it. If there is a
-    decay c, c_j is subtracted from all logits of key j. `ddecay` gets the gradient of c through
-    these logits. Programs for the first keys start first, because more query rows see these keys.
+    Each program handles N keys of one key head, and some or all of the query heads that share it.
+    With programs (x, part) for `parts` parts, each part has group / parts of these heads and writes
+    its own gradients, which `launch` adds up. If there is a decay c, c_j is subtracted from all
+    logits of key j. `ddecay` gets the gradient of c through these logits. Then each part has one
+    head. Programs for the first keys start first, because more query rows see these keys.
+
+    One loop visits the tiles of all heads: two nested loops would need too many registers.
     """
     tiles = tl.cdiv(keys, N)
-    key_heads = heads // group
-    key_item = tl.program_id(0) // tiles
     n0 = (tl.program_id(0) % tiles) * N
-    b = key_item // key_heads
-    h_k = key_item % key_heads
+    b, h_k, first_head, members = open_group(tl.program_id(0) // tiles, heads, group)
     b_64, h_64 = b.to(tl.int64), h_k.to(tl.int64)
-    c = scale * LOG2E
-    seed = tl.load(seed_ptr) if DROPOUT else 0
+    c, seed = scale * LOG2E, tl.load(seed_ptr) if DROPOUT else 0
     k = load_rows(k_ptr + b_64 * k_b + h_64 * k_h, n0, keys, k_t, True, N, E, P)
     v = load_rows(v_ptr + b_64 * v_b + h_64 * v_h, n0, keys, v_t, True, N, E, P)
     dk, dv = tl.zeros([N, P], dtype=tl.float32), tl.zeros([N, P], dtype=tl.float32)
+    ddecay = tl.zeros([N], dtype=tl.float32)
+    j = n0 + tl.arange(0, N)
+    of_decay = (b * heads + first_head).to(tl.int64) * keys
+    decay = None
+    if high_ptr is not None:
+        decay = open_decay(high_ptr, low_ptr, b * heads + first_head, tl.minimum(j, keys - 1), keys)
     # The first loop is over the tiles that need a mask: `masked` tiles, of which the first
     # `crossing` begin at row `first`, the others at `rest`. The second loop is over all others.
     end_ptr = None if end_ptr is None else end_ptr + b_64 * keys
     at = None if position_ptr is None else position_ptr + b_64 * queries
     end = None if end_ptr is None else load_clamped(end_ptr, n0, keys, N)
     first, whole, full, crossing, masked, rest = row_tiles(end_ptr, n0, offset, queries, keys, M, N)
-    for member in range(0, group):
-        h = h_k * group + member
-        item = b * heads + h
-        h_q = h.to(tl.int64)
-        constants = f_prepare(theta_ptr + h_q * width, width, scale)
-        q_base = q_ptr + b_64 * q_b + h_q * q_h
-        do_base = do_ptr + b_64 * do_b + h_q * do_h
-        lse_base = lse_ptr + item.to(tl.int64) * queries
-        delta_base = delta_ptr + item.to(tl.int64) * queries
-        ddecay = tl.zeros([N], dtype=tl.float32)
-        j = n0 + tl.arange(0, N)
-        at_keys = tl.minimum(j, keys - 1)
-        decay = None if high_ptr is None else open_decay(high_ptr, low_ptr, item, at_keys, keys)
-        for FULL in tl.static_range(2):
-            for n in tl.range(whole if FULL else 0, full if FULL else masked, M if FULL else 1):
-                dk, dv, ddecay = key_tile(
-                    k, v, dk, dv, ddecay, q_base, do_base, lse_base, delta_base, q_t, do_t,
-                    n if FULL else row_tile_at(n, crossing, first, rest, end, M),
-                    n0, offset, queries, constants, c, seed, item, threshold, rescale, end, decay,
-                    at, f_evaluate, WEIGHTED, DROPOUT, not FULL, M, N, E, P,
-                )  # fmt: skip
-        if ddecay_ptr is not None:
-            tl.store(ddecay_ptr + item.to(tl.int64) * keys + j, ddecay, mask=j < keys)
-    store_rows(dk_ptr + b_64 * dk_b + h_64 * dk_h, dk * scale, n0, keys, dk_t, N, E, P)
-    store_rows(dv_ptr + b_64 * dv_b + h_64 * dv_h, dv, n0, keys, dv_t, N, E, P)
+    for FULL in tl.static_range(2):
+        count = tl.maximum(full - whole, 0) // M if FULL else masked
+        for n in tl.range(0, members * count):
+            member = n // count if group > 1 else 0
+            tile, h = n - member * count, first_head + member
+            item, h_q = b * heads + h, h.to(tl.int64)
+            row = item.to(tl.int64) * queries
+            dk, dv, ddecay = key_tile(
+                k, v, dk, dv, ddecay, q_ptr + b_64 * q_b + h_q * q_h,
+                do_ptr + b_64 * do_b + h_q * do_h, lse_ptr + row, delta_ptr + row, q_t, do_t,
+                whole + tile * M if FULL else row_tile_at(tile, crossing, first, rest, end, M),
+                n0, offset, queries, f_prepare(theta_ptr + h_q * width, width, scale), c,
+                seed, item, threshold, rescale, end, decay, at,
+                f_evaluate, WEIGHTED, DROPOUT, not FULL, M, N, E, P,
+            )  # fmt: skip
+    if ddecay_ptr is not None:
+        tl.store(ddecay_ptr + of_decay + j, ddecay, mask=j < keys)
+    h_out = (h_k * tl.num_programs(1) + tl.program_id(1)).to(tl.int64)
+    store_rows(dk_ptr + b_64 * dk_b + h_out * dk_h, dk * scale, n0, keys, dk_t, N, E, P)
+    store_rows(dv_ptr + b_64 * dv_b + h_out * dv_h, dv, n0, keys, dv_t, N, E, P)

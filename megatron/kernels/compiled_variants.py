@@ -83,20 +83,20 @@ class Variant:
     compiled: dict[tuple, Any] = field(default_factory=dict)
 
     def start(
-        self, programs: int, pointers: Sequence[Tensor | None], strides: Sequence[int],
+        self, programs: tuple[int, int], pointers: Sequence[Tensor | None], strides: Sequence[int],
         numbers: Sequence[Any],
     ) -> None:  # fmt: skip
         """Start the Triton kernel on the current device and stream."""
         arguments = (*pointers, *strides, *numbers, *self.constants)
         if not SWITCHES["cached"]:
-            self.function[(programs,)](*arguments, **self.options)
+            self.function[programs](*arguments, **self.options)
             return
         key = self.key(pointers, strides, numbers)
         compiled = self.compiled.get(key)
         if compiled is not None and not self.function.pre_run_hooks:
-            compiled[programs, 1, 1](*arguments)
+            compiled[*programs, 1](*arguments)
             return
-        compiled = self.function[(programs,)](*arguments, **self.options)
+        compiled = self.function[programs](*arguments, **self.options)
         if isinstance(compiled, CompiledKernel):  # Triton's interpreter compiles nothing
             if len(self.compiled) >= LARGEST:
                 self.compiled.clear()
@@ -176,7 +176,8 @@ def constants(
             `documents_sink_decay.TENSORS` names all optional tensors. For each of those that are
             not passed, the pointer becomes a compile-time argument with the value None.
     """
-    values: dict[str, Any] = {f"{name}_ptr": None for name in TENSORS if name not in terms}
+    optional = {*TENSORS, "lost"}.difference(terms)
+    values: dict[str, Any] = {f"{name}_ptr": None for name in optional}
     values |= {
         f"f_{x}": getattr(functions, x) for x in ("prepare", "evaluate", "zeros", "add", "finish")
     }

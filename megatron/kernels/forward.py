@@ -12,7 +12,9 @@ sum of the online softmax (Milakov and Gimelshein 2018; Dao et al. 2022, arXiv 2
 2, that is, p = 2^(c y - c max y) with c = scale log2 e. Tiles with only past keys need no mask, and
 tiles with only future keys are skipped. The programs with the most keys start first.
 
-In addition to `out`, the backward pass needs `lse` = c max y + log2(sum), [B, H, T] fp32.
+In addition to `out`, the backward pass needs `lse` = c max y + log2(sum), [B, H, T] fp32. If `out`
+has 16 bits, the backward pass also needs `lost`: what `out` lost when it was rounded, times LOST,
+in as many bits as `out`.
 
 Legend: B batch, H heads, T queries, S keys, E head size, P padded head size, M rows and N keys of a
 tile. Arguments whose names start with `f_` are the device functions of the distance kernel.
@@ -26,7 +28,15 @@ import triton.language as tl
 from megatron.kernels.device import ex2, load_rows, opaque, store_rows
 from megatron.kernels.documents_sink_decay import LEAST, null_score
 from megatron.kernels.dropout import kept
-from megatron.kernels.rows import ends_of, key_tile_at, logits_of, open_head, open_rows, seen_by
+from megatron.kernels.rows import (
+    LOST,
+    ends_of,
+    key_tile_at,
+    logits_of,
+    open_head,
+    open_rows,
+    seen_by,
+)
 
 
 @triton.jit
@@ -60,21 +70,24 @@ def forward_tile(
     return new_top, total, acc
 
 
-@triton.jit(do_not_specialize=["heads", "queries", "keys", "offset", "width", "threshold"])
+@triton.jit(
+    do_not_specialize=["heads", "queries", "keys", "offset", "width", "threshold"],
+    do_not_specialize_on_alignment=["group"],
+)
 def forward_pass(
     q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, theta_ptr, seed_ptr,
-    first_ptr, sink_ptr, high_ptr, low_ptr, position_ptr,
+    first_ptr, sink_ptr, high_ptr, low_ptr, position_ptr, lost_ptr,
     q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, out_b, out_h, out_t,
     heads, group, queries, keys, offset, width, scale, threshold, rescale,
     f_prepare: tl.constexpr, f_evaluate: tl.constexpr,
     DROPOUT: tl.constexpr,
     M: tl.constexpr, N: tl.constexpr, E: tl.constexpr, P: tl.constexpr,
 ):  # fmt: skip
-    """Compute the attention output and `lse`.
+    """Compute the attention output, `lse` and `lost`.
 
     Each program handles M query rows of one head. It visits the keys that these rows see, N at a
-    time. `lse` is the logarithm to base 2 of each row's softmax denominator. The backward pass
-    needs it.
+    time. `lse` is the logarithm to base 2 of each row's softmax denominator. `lost` is what the
+    output lost when it was rounded. It has the output's strides. The backward pass needs both.
     """
     tiles = tl.cdiv(queries, M)
     item, m0 = open_rows(tiles, M)
@@ -99,7 +112,11 @@ def forward_pass(
                 f_evaluate, DROPOUT, MASKED, M, N, E, P,
             )  # fmt: skip
     out = acc * (rescale / total)[:, None]
-    store_rows(out_ptr + b * out_b + h * out_h, out, m0, queries, out_t, M, E, P)
+    at = b * out_b + h * out_h
+    store_rows(out_ptr + at, out, m0, queries, out_t, M, E, P)
+    if lost_ptr is not None:
+        lost = (out - out.to(q.dtype).to(tl.float32)) * LOST
+        store_rows(lost_ptr + at, lost, m0, queries, out_t, M, E, P)
     i = m0 + tl.arange(0, M)
     lse = top * c + tl.log2(total)
     tl.store(lse_ptr + item.to(tl.int64) * queries + i, lse, mask=i < queries)

@@ -25,6 +25,15 @@ LAUNCHES: Counter[str] = Counter()
 """How often each Triton kernel has been launched in this process."""
 
 
+FILL = 1024
+"""The number of programs of `key_pass` that fill a GPU.
+
+A GPU has 108 (A100) or 132 (H200) multiprocessors, with one or two programs at a time. The first
+keys of a sequence are seen by all queries, the last ones by few. So about four programs are needed
+for each place, or else most places wait for the longest programs.
+"""
+
+
 @dataclass(frozen=True)
 class Setting:
     """The parameters of an attention call that are not tensors.
@@ -86,13 +95,14 @@ def empty_like_heads(x_BHTE: Tensor) -> Tensor:
 
 def launch(
     which: str, programs: int, tile: Tile, setting: Setting, tensors: dict[str, Tensor],
-    *, need_theta: bool = False,
+    *, need_theta: bool = False, parts: int = 1,
 ) -> None:  # fmt: skip
     """Launch a Triton kernel on the tensors' device, which need not be the current device.
 
     Args:
         which: The Triton kernel, a key of `compiled_variants.PASSES`.
         programs: The number of programs, which run the Triton kernel in parallel.
+        parts: The number of parts of `key_pass`, each of which has so many programs.
         need_theta: Whether the gradient of the distance kernel's parameters or table is needed.
         tensors: Maps names to tensors. For example, the tensor `q` provides the Triton kernel's
             arguments `q_ptr`, `q_b`, `q_h` and `q_t`.
@@ -111,7 +121,7 @@ def launch(
     )
     here = not q.is_cuda or q.get_device() == torch.cuda.current_device()
     with contextlib.nullcontext() if here else torch.cuda.device(q.device):
-        variant.start(programs, pointers, strides, numbers)
+        variant.start((programs, parts), pointers, strides, numbers)
 
 
 def cdiv(count: int, size: int) -> int:
@@ -122,30 +132,32 @@ def cdiv(count: int, size: int) -> int:
 def forward(
     q_BHTE: Tensor, k_BKSE: Tensor, v_BKSE: Tensor,
     rows_HW: Tensor, seed: Tensor | None, setting: Setting, terms: Terms = NO_TERMS,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Return the attention output, and `lse` for the backward pass.
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """Return the attention output, and `lse` and `lost` for the backward pass.
 
     The output is [batch, heads, queries, head size] in q's dtype. `lse` [batch, heads, queries]
-    holds the softmax's denominators, as logarithms to base 2 in fp32. `rows_HW` has one row of
-    numbers per head: the distance kernel's parameters or a table over distances.
+    holds the softmax's denominators, as logarithms to base 2 in fp32. `lost` is what the output
+    lost when it was rounded to 16 bits (see `kernels.forward`), with the shape and strides of the
+    output. It is empty if the output is fp32. `rows_HW` has one row of numbers per head: the
+    distance kernel's parameters or a table over distances.
     """
     q, k, v = (rows_contiguous(x) for x in (q_BHTE, k_BKSE, v_BKSE))
     batch, heads, queries = q.shape[:3]
-    out = empty_like_heads(q)
+    out, lost = empty_like_heads(q), empty_like_heads(q[:0] if q.dtype == torch.float32 else q)
     lse = q.new_empty(batch, heads, queries, dtype=torch.float32)
     tile = setting.tiles(q, terms).forward
     programs = batch * heads * cdiv(queries, tile.M)
     tensors = {"q": q, "k": k, "v": v, "out": out, "lse": lse, "theta": rows_HW}
     tensors["seed"] = rows_HW if seed is None else seed  # without dropout no seed is read
-    tensors |= terms.tensors(setting.scale)
+    tensors |= terms.tensors(setting.scale) | ({"lost": lost} if len(lost) else {})
     launch("forward", programs, tile, setting, tensors)
-    return out, lse
+    return out, lse, lost
 
 
 def backward(
     grad_BHTE: Tensor, q_BHTE: Tensor, k_BKSE: Tensor, v_BKSE: Tensor, out_BHTE: Tensor,
-    lse_BHT: Tensor, rows_HW: Tensor, seed: Tensor | None, setting: Setting, need_rows: bool,
-    terms: Terms = NO_TERMS,
+    lse_BHT: Tensor, lost_BHTE: Tensor, rows_HW: Tensor, seed: Tensor | None, setting: Setting,
+    need_rows: bool, terms: Terms = NO_TERMS,
 ) -> tuple[Tensor | None, ...]:  # fmt: skip
     """Return the gradients of q, k, v and `rows_HW`, and of the sink and the decay in `terms`.
 
@@ -156,8 +168,7 @@ def backward(
     q, k, v, grad = (rows_contiguous(x) for x in (q_BHTE, k_BKSE, v_BKSE, grad_BHTE))
     functions = setting.functions
     batch, heads, queries = q.shape[:3]
-    key_heads, keys = k.shape[1:3]
-    dq, dk, dv = empty_like_heads(q), empty_like_heads(k), empty_like_heads(v)
+    dq = empty_like_heads(q)
     tiles, delta = setting.tiles(q, terms), torch.empty_like(lse_BHT)
     need_theta = need_rows and not functions.tabulated
     columns = functions.num_theta if need_theta else 0
@@ -167,10 +178,9 @@ def backward(
     shared["seed"] = rows_HW if seed is None else seed  # as in `forward`
     shared |= terms.tensors(setting.scale)
     tensors = shared | {"out": out_BHTE, "dq": dq, "sums": sums}
+    tensors |= {"lost": lost_BHTE} if len(lost_BHTE) else {}
     launch("query", programs, tiles.query, setting, tensors, need_theta=need_rows)
-    programs = batch * key_heads * cdiv(keys, tiles.key.N)
-    of_keys = {"dk": dk, "dv": dv} | terms.of_keys(keys)
-    launch("key", programs, tiles.key, setting, shared | of_keys)
+    dk, dv, ddecay = key_gradients(setting, tiles.key, shared, terms)
     drows = None
     if need_theta:
         drows = sums.view(batch, heads, -1, columns).sum((0, 2))
@@ -178,8 +188,42 @@ def backward(
             drows = hidden_gradient(setting, tiles.query, shared, functions.layer, drows)
     elif need_rows:
         drows = table_gradient(setting, tiles.table, shared)
-    ddecay = of_keys.get("ddecay")
     return dq, dk, dv, drows, *terms.gradients(lse_BHT, delta, ddecay, setting.query_offset)
+
+
+def key_gradients(
+    setting: Setting, tile: Tile, tensors: dict[str, Tensor], terms: Terms
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Return the gradients of k, v and the decay. The last one is None without a decay.
+
+    Args:
+        tile: The tile sizes of the Triton kernel `key`.
+        tensors: The tensors that all Triton kernels of the backward pass share.
+    """
+    k = tensors["k"]
+    batch, key_heads, keys, size = k.shape
+    programs, group = batch * key_heads * cdiv(keys, tile.N), tensors["q"].shape[1] // key_heads
+    parts = parts_of(group, programs) if terms.decay_BHS is None else group
+    dk, dv = written = empty_like_heads(k), empty_like_heads(k)
+    if parts > 1:
+        shape = 2, batch, key_heads * parts, keys, size
+        written = tuple(k.new_empty(shape, dtype=torch.float32))
+    of_keys = dict(zip(("dk", "dv"), written, strict=True)) | terms.of_keys(keys)
+    launch("key", programs, tile, setting, tensors | of_keys, parts=parts)
+    if parts > 1:
+        for x, sums in zip((dk, dv), written, strict=True):
+            x.copy_(sums.unflatten(1, (key_heads, parts)).sum(2))
+    return dk, dv, of_keys.get("ddecay")
+
+
+def parts_of(group: int, programs: int) -> int:
+    """Return into how many equal parts `key_pass` divides the `group` query heads of a key head.
+
+    Each part has as many programs as `programs`. It is the smallest number with which the programs
+    fill a GPU, or else the largest.
+    """
+    numbers = [n for n in range(1, group + 1) if group % n == 0]
+    return next((n for n in numbers if n * programs >= FILL), group)
 
 
 def hidden_gradient(

@@ -13,11 +13,13 @@ from collections import namedtuple
 import triton
 import triton.language as tl
 
-from megatron.kernels.device import ex2, spread, table_distance
+from megatron.kernels.device import ex2, load_rows, spread, table_distance
 from megatron.kernels.documents_sink_decay import BLOCK, both, load_clamped, lost, open_decay
 from megatron.kernels.dropout import kept
 
 LOG2E = tl.constexpr(1.4426950408889634)
+LOST = tl.constexpr(2048.0)
+"""The factor of `lost` (see `forward`). Without it, small numbers would be subnormal in fp16."""
 
 Head = namedtuple(
     "Head", "item b h k v k_t v_t offset queries keys constants c seed threshold rescale"
@@ -70,6 +72,37 @@ def open_head(
     return Head(
         item, b, h_q, k, v, k_t, v_t, offset, queries, keys, constants, c, seed, threshold, rescale
     )
+
+
+@triton.jit
+def open_group(key_item, heads, group):
+    """Return (b, h_k, first, members) for a program of `key_pass`.
+
+    `key_item` is the number of a pair (sequence b, key head h_k). The program visits `members`
+    query heads from `first` on: all that share the key head, or one of the equal parts into which
+    they are divided.
+    """
+    key_heads = heads // group
+    parts, part = tl.num_programs(1), tl.program_id(1)
+    b = key_item // key_heads
+    h_k = key_item % key_heads
+    members = group // parts if group > 1 else 1
+    return b, h_k, h_k * group + part * members if group > 1 else h_k, members
+
+
+@triton.jit
+def exact_output(
+    out_ptr, lost_ptr, at, m0, queries, out_t, M: tl.constexpr, E: tl.constexpr, P: tl.constexpr
+):
+    """Return M rows of the attention output in fp32, with what they lost in rounding if it is kept.
+
+    `at` is the offset of the head in the tensors at `out_ptr` and `lost_ptr` (see `forward`).
+    """
+    out = load_rows(out_ptr + at, m0, queries, out_t, True, M, E, P).to(tl.float32)
+    if lost_ptr is not None:
+        lost = load_rows(lost_ptr + at, m0, queries, out_t, True, M, E, P)
+        out += lost.to(tl.float32) * (1.0 / LOST)
+    return out
 
 
 @triton.jit

@@ -141,7 +141,10 @@ def tile_gradients(
     return s, ds
 
 
-@triton.jit(do_not_specialize=["heads", "queries", "keys", "offset", "width", "threshold"])
+@triton.jit(
+    do_not_specialize=["heads", "queries", "keys", "offset", "width", "threshold"],
+    do_not_specialize_on_alignment=["group"],
+)
 def table_pass(
     q_ptr, k_ptr, v_ptr, do_ptr, sums_ptr, lse_ptr, delta_ptr, theta_ptr, seed_ptr,
     first_ptr, high_ptr, low_ptr,

@@ -50,7 +50,7 @@ def plan_text(
         raise StartError(f"--gpu {gpu_name} has no bf16; write precision: fp16")
     if not 0.0 < efficiency <= 1.0:
         raise StartError(f"--mfu {efficiency}: write a number above 0 and at most 1, such as 0.4")
-    if config.model.attention_backend in ("sdpa", "flex"):  # they keep the same tensors as fused
+    if config.model.attention_backend in ("sdpa", "flex"):  # they keep no more than fused
         load = partial(load, "attention_backend=auto")
         config = load()
     notes, vocab_size = [], GPT2_VOCABULARY

@@ -73,7 +73,7 @@ def start(which: str, arguments: dict[str, Any], *, cached: bool) -> None:
     tensors, strided, _ = order(which)
     cache_launches(cached)
     kernel(which).start(
-        3,
+        (3, 1),
         [arguments.get(name) for name in tensors],
         [arguments[f"{name}_{axis}"] for name in strided for axis in "bht"],
         [arguments[name] for name in NUMBERS],
@@ -116,6 +116,14 @@ def usual(which: str) -> dict[str, Any]:
     found: dict[str, Any] = {x: STORAGE[torch.float32] for x in tensors if x not in TENSORS}
     found |= {f"{name}_{axis}": 16 for name in strided for axis in "bht"}
     return found | dict.fromkeys(NUMBERS, 2) | {"scale": 0.5, "rescale": 1.0}
+
+
+def test_all_groups_of_heads_above_one_share_a_kernel(launches):
+    """So the rows of `tools/compiled_kernels.csv` for groups of 4 also hold for 2, 8 and 16."""
+    for group in (4, 2, 8, 16, 1):
+        start("key", usual("key") | {"group": group}, cached=False)
+    kernels = [kernel for kernel, *_ in launches]
+    assert all(kernel is kernels[0] for kernel in kernels[:4]) and kernels[4] is not kernels[0]
 
 
 def test_a_cached_launch_does_not_search(launches, monkeypatch):

@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from dataclasses import replace
+from itertools import product
 
 import pytest
 
@@ -18,7 +19,7 @@ WITHOUT_INTERPRETER = {k: v for k, v in os.environ.items() if k != "TRITON_INTER
 
 
 GOOD = tool.Row(
-    *("3.7.1", "sm_90", "x", "query", "bf16", 64, 0, 64, 64, 4, 3, 255, 0, 100_000, 0, 2.0)
+    *("3.7.1", "sm_90", "x", "query", "bf16", 64, 0, 1, 64, 64, 4, 3, 255, 0, 100_000, 0, 2.0)
 )
 
 
@@ -31,8 +32,8 @@ def test_a_sample_compiles_and_neither_spills_nor_is_serialised(tmp_path):
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
     rows = tool.read_rows(tmp_path / "t.csv")
-    assert [row.variant for row in rows] == list(tool.variants(sample=True)) and len(rows) == 19
-    assert "19 variants: 0 spill registers, 0 have serialised products" in done.stderr
+    assert [row.variant for row in rows] == list(tool.variants(sample=True)) and len(rows) == 25
+    assert "25 variants: 0 spill registers, 0 have serialised products" in done.stderr
     assert all(32 <= row.registers <= 255 and row.shared > 0 for row in rows)
     assert all(1 <= row.special_functions_per_score <= 6 for row in rows)
     committed = tool.read_rows(tool.CSV)
@@ -50,6 +51,13 @@ def test_the_committed_table_is_clean_and_has_the_usual_variants():
     assert usual <= known, "run tools/compile_kernels.py --changed"
     assert not [row.wrong for row in rows if row.wrong]
     assert len({row.triton for row in rows}) == 1
+
+
+def test_the_table_has_groups_of_heads_without_spills():
+    rows = [row for row in tool.read_rows(tool.CSV) if row.group > 1]
+    assert {row.target for row in rows} == {"sm_80", "sm_86", "sm_90"}
+    assert {row.kernel for row in rows} == set(tool.GROUPED) and not any(x.spilled for x in rows)
+    assert {(row.which, row.dtype) for row in rows} == {*product(("query", "key"), tool.HALF)}
 
 
 def test_the_committed_table_is_of_the_present_tiles(monkeypatch):

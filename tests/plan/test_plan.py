@@ -94,7 +94,7 @@ def test_layouts_divide_memory():
     """Each remedy saves the expected memory. The plan uses the fused kernels without a GPU."""
     x = 4 * 512 * 768 * 2  # bytes of the hidden states
     plain, deep = kept(), kept("num_layers=8")
-    assert (deep - plain) / (4 * x) == pytest.approx(17, abs=1.5)  # 34 bytes, and rotated q, k
+    assert (deep - plain) / (4 * x) == pytest.approx(18, abs=1.5)  # 34 bytes, `lost`, rotated q, k
     recomputed = kept("num_layers=8", "checkpoint_activations=true")
     recomputed -= kept("checkpoint_activations=true")
     assert recomputed == pytest.approx(4 * x, rel=0.01)

@@ -18,6 +18,7 @@ import traceback
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from unittest import mock
 
 import numpy as np
 import torch
@@ -49,6 +50,7 @@ class Case:
             is empty, theta has its initial values.
         scale: The factor of the query-key products. 0 means 1/sqrt(E).
         cached: 1 means that cached launches must give the same bits.
+        fill: Replaces `launch.FILL`. 0 keeps it, so that each query head has its own programs.
     """
 
     kind: str = "kerple_log"
@@ -65,6 +67,7 @@ class Case:
     seed: int = 0
     scale: float = 0.0
     cached: int = 0
+    fill: int = 0
 
     @classmethod
     def read(cls, text: str) -> Case:
@@ -87,6 +90,7 @@ class Case:
         text += f" {self.layout}" if self.layout != "bthe" else ""
         text += f" theta={self.theta}" if self.theta else ""
         text += f" scale={self.scale}" if self.scale else ""
+        text += f" fill{self.fill}" * (self.fill > 0) + f" seed{self.seed}" * (self.seed > 0)
         return text + " cached" * self.cached
 
 
@@ -133,6 +137,7 @@ def run(case: Case) -> Run:
     """Run the forward and the backward pass of a case in the emulator."""
     from megatron.attention.call import Call
     from megatron.attention.fused import fused
+    from megatron.kernels import launch
     from megatron.positional import load
 
     dtype, rng = DTYPES[case.dtype], torch.Generator().manual_seed(case.seed + 1)
@@ -163,8 +168,9 @@ def run(case: Case) -> Run:
         theta.requires_grad_()
     torch.manual_seed(case.seed)
     driver.LOG.clear()
-    out = fused(Call(*given, pos, theta, scale=scale, dropout_p=case.p, query_offset=offset))
-    out.backward(do)
+    with mock.patch.object(launch, "FILL", case.fill or launch.FILL):
+        out = fused(Call(*given, pos, theta, scale=scale, dropout_p=case.p, query_offset=offset))
+        out.backward(do)
     gradients = [x.grad for x in leaves]
     if case.layout == "packed":
         gradients = [x.transpose(1, 2) for x in gradients[0].split(case.E, dim=-1)]

@@ -24,7 +24,7 @@ from tests.ptx.verify import DTYPES, LEAST_SIZE, findings
 def case_of(args: argparse.Namespace) -> Case:
     """Return a case whose theta has initial values if the embedding computes with hidden units."""
     shape = (1, args.heads, args.queries, args.before)
-    case = Case(args.terms.split(","), *shape, size=args.size, group=args.group, seed=2)
+    case = Case(args.terms.split(","), *shape, size=args.size, group=args.group, seed=args.seed)
     case.grad = case.grad.to(DTYPES[args.dtype]).double()
     if case.pos.reads_position:  # with theta > 0, all hidden units would always be active
         theta = case.pos.initial_theta(args.heads, torch.Generator().manual_seed(2))
@@ -55,6 +55,7 @@ def main() -> None:
     parser.add_argument("--queries", type=int, default=150)
     parser.add_argument("--size", type=int, default=16, help="head size")
     parser.add_argument("--group", type=int, default=1, help="query heads of each key head")
+    parser.add_argument("--seed", type=int, default=2)
     parser.add_argument("--dropout", type=float, default=0.0, help="probability")
     parser.add_argument("--before", type=int, default=60, help="keys before the first query")
     args = parser.parse_args()

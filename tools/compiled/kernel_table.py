@@ -24,6 +24,7 @@ class Variant:
         dtype: `bf16`, `fp16` or `fp32`.
         head_size: The number of dimensions of each attention head.
         dropout: Whether the kernel applies dropout.
+        group: The number of query heads that share a key head.
     """
 
     target: int
@@ -32,10 +33,11 @@ class Variant:
     dtype: str
     head_size: int
     dropout: bool = False
+    group: int = 1
 
     @property
     def name(self) -> str:
-        end = " dropout" if self.dropout else ""
+        end = " dropout" * self.dropout + f" group {self.group}" * (self.group > 1)
         return f"sm_{self.target} {self.kernel} {self.which} {self.dtype} {self.head_size}{end}"
 
 
@@ -53,6 +55,7 @@ class Row:
     dtype: str
     head_size: int
     dropout: int
+    group: int
     M: int
     N: int
     warps: int
@@ -65,8 +68,9 @@ class Row:
 
     @property
     def variant(self) -> Variant:
-        target, *named, dropout = astuple(self)[1:7]
-        return Variant(int(target.removeprefix("sm_")), *named, dropout=bool(dropout))
+        target, *named, dropout, group = astuple(self)[1:8]
+        target = int(target.removeprefix("sm_"))
+        return Variant(target, *named, dropout=bool(dropout), group=group)
 
     @property
     def wrong(self) -> str | None:

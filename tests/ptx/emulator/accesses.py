@@ -20,7 +20,7 @@ class Accesses:
     ):
         self.g, self.f, self.L, self.noise, self.races = memory, findings, threads, noise, races
         self.ctaid, self.grid = ctaid, grid
-        self.cta = ctaid[0]
+        self.cta = ctaid[1] * grid[0] + ctaid[0]
         self.W = max(1, threads // 32)
         self.S = (shared_bytes + 15) // 16 * 16
         self.shared = np.full(self.S, 0xFF, U8)  # 0xFFFF: NaN in fp16, bf16 and (in pairs) fp32

@@ -7,6 +7,7 @@ the PTX. Triton binds arguments, specialises and compiles as for a real GPU.
 from __future__ import annotations
 
 import hashlib
+from itertools import product
 
 import numpy as np
 import torch
@@ -92,11 +93,12 @@ def run_programs(kernel, run, values, memory, findings, shared, grid, first=0) -
     params = [parameter(kind, v) for (kind, _), v in zip(kernel.params, values, strict=True)]
     poison = poisons(kernel.threads)
     with np.errstate(all="ignore"):
-        for n in range(first, first + grid[0]):
-            program = Program(memory, findings, kernel.threads, shared, (n, 0, 0), grid, **OPTIONS)
+        for part, n in product(range(grid[1]), range(first, first + grid[0])):
+            at = (n, part, 0)
+            program = Program(memory, findings, kernel.threads, shared, at, grid, **OPTIONS)
             run(program, params, poison)
             if any(program.groups):
-                findings.add("note: copies never waited for", kernel.name, f"program {n}")
+                findings.add("note: copies never waited for", kernel.name, f"program {at}")
 
 
 class Utils:
