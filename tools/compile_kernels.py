@@ -78,9 +78,9 @@ KERNELS = ("kerple_log", "kerple_log3", "kerple_power", "kerple_power_mul", "ker
            "alibi", "rpe", "none")  # fmt: skip
 # These for fewer head sizes. Others compile to the same code as a listed one, as alibi or none.
 OTHERS = ("kerple_sum", "gaussian", "gaussian3", "gaussian_mul", "alibi_learned", "sandwich",
-          "fire", "log_n")  # fmt: skip
+          "fire", "log_n", "bam", "kerple_log + tempered_bias")  # fmt: skip
 # Terms beside the distance kernel, and the tensors that they need. A window is like documents, and
-# rotary embeddings are not in the Triton kernels.
+# rotary embeddings are not in the Triton kernels. A tempered bias is `log_n` with `temper_bias`.
 TERMS = {"documents": ("first", "end"), "sink": ("sink",), "forget_gate": ("high", "low", "ddecay")}
 CROSSES = ("kerple_log + forget_gate + documents", "kerple_power_mul + sink + documents",
            "log_n + forget_gate + sink")  # fmt: skip
@@ -130,7 +130,9 @@ def kernel_of(name: str) -> tuple[PositionalEmbedding, DeviceFunctions, list[str
         name: A distance kernel, alone or with other terms, as in `kerple_log + forget_gate`.
     """
     names = name.split(" + ")
-    whole = load(" + ".join(x for x in names if x != "documents") or "none")
+    tempered: Any = {"log_n": {"temper_bias": True}} if "tempered_bias" in names else {}
+    names = [x.replace("tempered_bias", "log_n") for x in names]
+    whole = load(" + ".join(x for x in names if x != "documents") or "none", **tempered)
     pos, _ = whole.kernel_part(None, tempered=True)
     return pos, functions_of(pos)[0], [tensor for x in names for tensor in TERMS.get(x, ())]
 
@@ -208,7 +210,8 @@ def build(variant: Variant) -> Row:
 
 
 def compile_all(wanted: list[Variant], jobs: int) -> Iterator[tuple[Variant, Row]]:
-    with ProcessPoolExecutor(jobs) as pool:
+    # One thread for each process: threads of torch do not survive a fork, and would be waited for.
+    with ProcessPoolExecutor(jobs, initializer=torch.set_num_threads, initargs=(1,)) as pool:
         for variant, row in zip(wanted, pool.map(build, wanted), strict=True):
             print(",".join(str(value) for value in astuple(row)), flush=True)
             yield variant, row

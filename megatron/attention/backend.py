@@ -82,7 +82,7 @@ class Backend:
 
 def wants_gradients(call: Call) -> bool:
     """Return whether autograd will ask for the gradient of any input of the call."""
-    inputs = (call.q_BHTE, call.k_BKSE, call.v_BKSE, call.theta_HN, call.decay_BHS)
+    inputs = (call.q_BHTE, call.k_BKSE, call.v_BKSE, call.theta_HN, call.decay_BHS, call.sink_H)
     return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs)
 
 

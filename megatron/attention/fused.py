@@ -11,11 +11,11 @@ With documents or a window, tiles of keys that no query sees are skipped. A deca
 running sum over positions and may be large, so differences of the decay are computed before
 rounding to fp32 (`megatron.kernels.documents_sink_decay`).
 
-In addition to the results, memory is needed for two numbers per query and head. In 16 bits, what
-the output lost when it was rounded is kept for the backward pass, in as much memory as the output.
-Each Triton program
-also needs one number for each column of theta. If the formula is tabulated, memory is also needed
-for the table.
+In addition to the results, memory is needed for two numbers per query and head. In 16 bits, if
+gradients are needed, what the output lost when it was rounded is kept for the backward pass, in as
+much memory as the output. Each Triton program also needs one number for each column of theta. If
+the formula is tabulated, memory is also needed for the table. The backward pass with few key heads
+also needs fp32 sums of the parts of dk and dv (`kernels.launch.parts_of`).
 
 Legend: B batch, H query heads, K key heads, T queries, S keys, E head size, N columns of theta, W
 numbers per head that describe the distance kernel. These are table entries, or the N columns of
@@ -39,7 +39,7 @@ from torch.compiler import is_compiling
 from torch.torch_version import TorchVersion
 
 from megatron.attention import operations
-from megatron.attention.backend import Backend, Request, constant, first_order
+from megatron.attention.backend import Backend, Request, constant, first_order, wants_gradients
 from megatron.attention.call import Call
 from megatron.attention.formulas.torch_to_sympy import Unreadable
 from megatron.attention.formulas.trace import confirms_code, parts_of, read
@@ -128,7 +128,7 @@ def fused(call: Call) -> Any:
     """Compute the attention output of `call`; see `choice.AttentionFn.__call__`."""
     code, tabulated, layer = code_of(call.pos)
     inputs = _inputs(call, tabulated, layer)
-    numbers = (call.scale, call.query_offset, call.dropout_p)
+    numbers = (call.scale, call.query_offset, call.dropout_p, wants_gradients(call))
     if is_compiling():
         return operations.fused(*inputs, code, *numbers)[0]
     out_BHTE, lse_BHT = _FusedAttention.apply(operations.setting_of(code, *numbers), *inputs)

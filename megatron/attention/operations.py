@@ -44,7 +44,8 @@ _BLOCKED = (
 )
 _FUSED = (
     "Tensor q, Tensor k, Tensor v, Tensor rows, Tensor? sink, Tensor? decay, Tensor? first, "
-    "Tensor? position, Tensor? seed, str code, float scale, SymInt query_offset, float dropout_p"
+    "Tensor? position, Tensor? seed, str code, float scale, SymInt query_offset, float dropout_p, "
+    "bool backward"
 )
 _RESULTS = "Tensor out, Tensor lse, Tensor lost"
 _TENSORS = 9
@@ -152,14 +153,16 @@ def fused(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
 )
 def fused_backward(*arguments: Any) -> list[Tensor]:
     """Return those gradients of `fused_gradients` that are not None, as a list."""
-    *tensors, code, scale, offset, dropout_p, need_rows = arguments
-    found = fused_gradients(setting_of(code, scale, offset, dropout_p), need_rows, *tensors)
+    count = 4 + _TENSORS
+    *numbers, need_rows = arguments[count:]
+    found = fused_gradients(setting_of(*numbers), need_rows, *arguments[:count])
     return [x for x in found if x is not None]
 
 
 @fused.register_fake
-def _(q_BHTE: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
-    lost = _new_heads(q_BHTE[:0] if q_BHTE.dtype == torch.float32 else q_BHTE)
+def _(q_BHTE: Tensor, *others: Any) -> tuple[Tensor, Tensor, Tensor]:
+    keeps = others[-1] and q_BHTE.dtype != torch.float32
+    lost = _new_heads(q_BHTE if keeps else q_BHTE[:0])
     return _new_heads(q_BHTE), q_BHTE.new_empty(q_BHTE.shape[:3], dtype=torch.float32), lost
 
 
@@ -200,7 +203,7 @@ for _operation, _backward, _learned in ((blocked, blocked_backward, 2), (fused, 
 
 
 @lru_cache(maxsize=64)
-def setting_of(code: str, scale: float, offset: int, dropout_p: float) -> Setting:
+def setting_of(code: str, scale: float, offset: int, dropout_p: float, backward: bool) -> Setting:
     """Return the `Setting` of a call with these numbers and the device functions named `code`.
 
     Raises:
@@ -213,7 +216,7 @@ def setting_of(code: str, scale: float, offset: int, dropout_p: float) -> Settin
             f"this process has no device functions {code!r}: first compile a call of attention "
             "with this embedding"
         )
-    return launch.Setting(_DEVICE_FUNCTIONS[code], scale, offset, dropout_p)
+    return launch.Setting(_DEVICE_FUNCTIONS[code], scale, offset, dropout_p, backward=backward)
 
 
 def _new(x: Tensor, dtype: torch.dtype | None = None) -> Tensor:

@@ -270,9 +270,9 @@ def key_pass(
     first, whole, full, crossing, masked, rest = row_tiles(end_ptr, n0, offset, queries, keys, M, N)
     for FULL in tl.static_range(2):
         count = tl.maximum(full - whole, 0) // M if FULL else masked
+        tile, h = 0, first_head
         for n in tl.range(0, members * count):
-            member = n // count if group > 1 else 0
-            tile, h = n - member * count, first_head + member
+            tile = n if group == 1 else tile
             item, h_q = b * heads + h, h.to(tl.int64)
             row = item.to(tl.int64) * queries
             dk, dv, ddecay = key_tile(
@@ -283,6 +283,10 @@ def key_pass(
                 seed, item, threshold, rescale, end, decay, at,
                 f_evaluate, WEIGHTED, DROPOUT, not FULL, M, N, E, P,
             )  # fmt: skip
+            tile += 1
+            if group > 1:  # after the last tile of a head comes the first one of the next head
+                h = tl.where(tile == count, h + 1, h)
+                tile = tl.where(tile == count, 0, tile)
     if ddecay_ptr is not None:
         tl.store(ddecay_ptr + of_decay + j, ddecay, mask=j < keys)
     h_out = (h_k * tl.num_programs(1) + tl.program_id(1)).to(tl.int64)

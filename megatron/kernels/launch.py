@@ -44,6 +44,7 @@ class Setting:
         query_offset: The position of the first query.
         dropout_p: The probability of dropping a softmax weight.
         tile_sizes: The tile sizes, or None for those in `tile_sizes.TABLE`.
+        backward: Whether a backward pass may follow, so that the forward pass must keep `lost`.
     """
 
     functions: DeviceFunctions
@@ -51,6 +52,7 @@ class Setting:
     query_offset: int = 0
     dropout_p: float = 0.0
     tile_sizes: TileSizes | None = None
+    backward: bool = True
 
     def tiles(self, q_BHTE: Tensor, terms: Terms = NO_TERMS) -> TileSizes:
         """Return the tile sizes of all Triton kernels for a call with these queries and terms."""
@@ -138,18 +140,19 @@ def forward(
     The output is [batch, heads, queries, head size] in q's dtype. `lse` [batch, heads, queries]
     holds the softmax's denominators, as logarithms to base 2 in fp32. `lost` is what the output
     lost when it was rounded to 16 bits (see `kernels.forward`), with the shape and strides of the
-    output. It is empty if the output is fp32. `rows_HW` has one row of numbers per head: the
-    distance kernel's parameters or a table over distances.
+    output. It is empty if the output is fp32, or if no backward pass follows. `rows_HW` has one row
+    of numbers per head: the distance kernel's parameters or a table over distances.
     """
     q, k, v = (rows_contiguous(x) for x in (q_BHTE, k_BKSE, v_BKSE))
     batch, heads, queries = q.shape[:3]
-    out, lost = empty_like_heads(q), empty_like_heads(q[:0] if q.dtype == torch.float32 else q)
+    out, keeps = empty_like_heads(q), setting.backward and q.dtype != torch.float32
+    lost = empty_like_heads(q if keeps else q[:0])
     lse = q.new_empty(batch, heads, queries, dtype=torch.float32)
     tile = setting.tiles(q, terms).forward
     programs = batch * heads * cdiv(queries, tile.M)
     tensors = {"q": q, "k": k, "v": v, "out": out, "lse": lse, "theta": rows_HW}
     tensors["seed"] = rows_HW if seed is None else seed  # without dropout no seed is read
-    tensors |= terms.tensors(setting.scale) | ({"lost": lost} if len(lost) else {})
+    tensors |= terms.tensors(setting.scale) | ({"lost": lost} if keeps else {})
     launch("forward", programs, tile, setting, tensors)
     return out, lse, lost
 

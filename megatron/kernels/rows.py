@@ -101,7 +101,7 @@ def exact_output(
     out = load_rows(out_ptr + at, m0, queries, out_t, True, M, E, P).to(tl.float32)
     if lost_ptr is not None:
         lost = load_rows(lost_ptr + at, m0, queries, out_t, True, M, E, P)
-        out += lost.to(tl.float32) * (1.0 / LOST)
+        out = tl.fma(lost.to(tl.float32), 1.0 / LOST, out)
     return out
 
 

@@ -126,6 +126,9 @@ The keys are (GPU family, largest padded head size).
 """
 DROPOUT[86, 64] = DROPOUT[80, 64]
 
+HEAVY_DROPOUT = {(86, 128): {"query": Tile(128, 16, 8, 1)}}
+"""These tiles replace those of `DROPOUT` for kernels that are heavy, too. The keys are the same."""
+
 MANY = {
     (90, 128): {"query": Tile(128, 16, 8, 2)},
     (80, 128): {"query": Tile(32, 32, 4, 2)},
@@ -216,6 +219,7 @@ def look_up(family: int, itemsize: int, size: int, needs: Needs) -> TileSizes:
     special = TERMS.get((family, listed, heavy or dropout), {}) if terms else {}
     for tiles, needed in (
         (DROPOUT, dropout),
+        (HEAVY_DROPOUT, heavy and dropout),
         (LAYER, layer),
         (MANY, columns > (4 if family == 90 else 3)),
         (HEAVIEST, heavy and dropout and terms),

@@ -9,7 +9,7 @@ import torch
 from torch._dynamo.exc import Unsupported
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megatron.attention import AttentionError, attend, blocked, choose, fused
+from megatron.attention import AttentionError, attend, blocked, choose, fused, operations
 from megatron.model import GPT, BlockShape, Documents, GPTShape, LayerAttention, Plan
 from megatron.positional import PositionalEmbedding, ThetaParameter, load
 from tests.helpers.terms import Case
@@ -94,6 +94,31 @@ def test_one_graph(backend, name):
     assert all(torch.equal(x, y) for x, y in zip(*results, strict=True))
     if name == "cross":
         assert torch._dynamo.explain(function)(*inputs).graph_break_count == 0
+
+
+@pytest.mark.parametrize("training", (True, False))
+def test_what_rounding_lost_is_kept_only_for_a_backward_pass(training, monkeypatch):
+    """In fp16, the operation has the bits of the eager call and the shapes that torch expects."""
+    case = Case(("bias",), 1, 1, 5, size=8)
+    inputs = [x.detach().half() for x in case.inputs[:3]] + [case.inputs[3].detach().float()]
+    inputs = [x.requires_grad_(training) for x in inputs]
+    kept, recorder, forward = [], Recorder(), operations.fused_forward
+
+    def spy(*args):
+        kept.append(forward(*args))
+        return kept[-1]
+
+    monkeypatch.setattr(operations, "fused_forward", spy)
+    out = case.out("fused", inputs)
+    monkeypatch.setattr(fused, "is_compiling", lambda: True)
+    with recorder:
+        assert torch.equal(case.out("fused", inputs), out)
+    with torch.no_grad():
+        assert torch.equal(case.out("fused", inputs), out)
+    shapes = [tuple(lost.shape) for _, _, lost in kept]
+    assert shapes == [(int(training), 1, 5, 8)] * 2 + [(0, 1, 5, 8)]
+    ((operation, args),) = recorder.calls.items()
+    torch.library.opcheck(operation, tuple(args))
 
 
 def test_fire_breaks_the_graph_only_in_blocked():
@@ -186,7 +211,7 @@ def test_what_is_refused_is_refused_while_compiling():
 def test_unknown_device_functions_are_refused():
     q = torch.randn(1, 1, 5, 8)
     with pytest.raises(AttentionError, match="no device functions 'other 12'"):
-        torch.ops.kerple.fused(q, q, q, q[0, 0], *[None] * 5, "other 12", 0.3, 0, 0.0)
+        torch.ops.kerple.fused(q, q, q, q[0, 0], *[None] * 5, "other 12", 0.3, 0, 0.0, True)
 
 
 def test_what_reads_on_the_host_stays_out_of_cuda_graphs():

@@ -63,7 +63,7 @@ def test_memory_is_linear_in_the_length(name):
         gradients(case)  # compiles and loads what it needs
         peaks.append(peak(lambda case=case: gradients(case)))
     assert peaks[1] < 2.1 * peaks[0]
-    results = 4 * case.grad.nbytes  # out, dq, dk, dv
+    results = 5 * case.grad.nbytes  # out, what its rounding lost, dq, dk, dv
     per_row = 2 * 4 * 4 * LONG  # two fp32 numbers for each of 4 heads
     assert peaks[1] < results + per_row + 16 * MEGABYTE  # tables and sums of theta
 
@@ -84,7 +84,8 @@ def test_the_kernel_costs_less_than_a_megabyte():
         call()
     with_kernel, without, by_flash = (peak(call) for call in calls)
     assert with_kernel <= without + MEGABYTE
-    assert with_kernel <= by_flash + MEGABYTE
+    lost = case.grad.nbytes  # what the output lost when it was rounded
+    assert with_kernel <= by_flash + lost + MEGABYTE
 
 
 def test_evaluation_keeps_nothing():

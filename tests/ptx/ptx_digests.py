@@ -20,6 +20,7 @@ from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from unittest import mock
 
+import torch
 import triton
 from triton import knobs
 from triton.backends.nvidia.compiler import CUDABackend
@@ -72,7 +73,8 @@ def main() -> int:
     if not args.write:
         chosen = [v for v in chosen if v.name in written]
     changed = []
-    with ProcessPoolExecutor(args.jobs) as pool:
+    one = {"initializer": torch.set_num_threads, "initargs": (1,)}  # see `compile_all`
+    with ProcessPoolExecutor(args.jobs, **one) as pool:
         for variant, found in zip(chosen, pool.map(digest, chosen), strict=True):
             row = [triton.__version__, variant.name, found]
             if args.write:
