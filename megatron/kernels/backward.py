@@ -242,11 +242,9 @@ def key_pass(
 
     Each program handles N keys of one key head, and some or all of the query heads that share it.
     With programs (x, part) for `parts` parts, each part has group / parts of these heads and writes
-    its own gradients, which `launch` adds up. If there is a decay c, c_j is subtracted from all
-    logits of key j. `ddecay` gets the gradient of c through these logits. Then each part has one
-    head. Programs for the first keys start first, because more query rows see these keys.
-
-    One loop visits the tiles of all heads: two nested loops would need too many registers.
+    its own gradients, which `launch` adds up. A decay c_j is subtracted from all logits of key j,
+    `ddecay` gets its gradient through them, and each part has one head. Programs for the first keys
+    start first, because more query rows see these keys.
     """
     tiles = tl.cdiv(keys, N)
     n0 = (tl.program_id(0) % tiles) * N
@@ -256,18 +254,16 @@ def key_pass(
     k = load_rows(k_ptr + b_64 * k_b + h_64 * k_h, n0, keys, k_t, True, N, E, P)
     v = load_rows(v_ptr + b_64 * v_b + h_64 * v_h, n0, keys, v_t, True, N, E, P)
     dk, dv = tl.zeros([N, P], dtype=tl.float32), tl.zeros([N, P], dtype=tl.float32)
-    ddecay = tl.zeros([N], dtype=tl.float32)
-    j = n0 + tl.arange(0, N)
-    of_decay = (b * heads + first_head).to(tl.int64) * keys
-    decay = None
+    ddecay, decay = tl.zeros([N], dtype=tl.float32), None
+    j, of_decay = n0 + tl.arange(0, N), (b * heads + first_head).to(tl.int64) * keys
     if high_ptr is not None:
         decay = open_decay(high_ptr, low_ptr, b * heads + first_head, tl.minimum(j, keys - 1), keys)
-    # The first loop is over the tiles that need a mask: `masked` tiles, of which the first
-    # `crossing` begin at row `first`, the others at `rest`. The second loop is over all others.
     end_ptr = None if end_ptr is None else end_ptr + b_64 * keys
     at = None if position_ptr is None else position_ptr + b_64 * queries
     end = None if end_ptr is None else load_clamped(end_ptr, n0, keys, N)
     first, whole, full, crossing, masked, rest = row_tiles(end_ptr, n0, offset, queries, keys, M, N)
+    # First `masked` tiles that need a mask: `crossing` ones from row `first`, the others from
+    # `rest`. Then all others. Nested loops over heads and tiles would need too many registers.
     for FULL in tl.static_range(2):
         count = tl.maximum(full - whole, 0) // M if FULL else masked
         tile, h = 0, first_head

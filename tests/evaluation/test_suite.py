@@ -211,18 +211,6 @@ def test_far_swap_replaces_far_text_only_and_by_that_of_other_documents():
     assert (swapped_nT[:, :-kept] // 100 != owners[:, None]).all()
 
 
-@pytest.mark.parametrize(
-    ("documents", "others"),
-    [
-        ([0, 0, 1, 1, 1, 2], [2, 3, 5, 0, 1, 0]),  # the n-th gets the n-th after its document
-        ([0, 0, 0, 1], [3, 3, 3, 0]),  # the next document has one sequence for three
-        ([4, 7], [1, 0]),
-    ],
-)
-def test_far_text_is_that_of_the_documents_that_follow(documents, others):
-    assert context._of_other_documents(np.array(documents)).tolist() == others
-
-
 def test_key_tokens_gain_from_context_beyond_the_training_length():
     full_nT, twin_nT = np.full((2, 40), 1.0), np.full((2, 40), 1.5)
     twin_nT[0, 31:34] = 3.5  # the first of these has 32 tokens before it, and the window has 32

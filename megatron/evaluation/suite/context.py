@@ -54,7 +54,7 @@ def far_swap(subject: Subject, sample: Sample, full_nT: np.ndarray) -> Measure:
     if far < 1:
         return Measure(name, title, NATS, sample.too_short, [])
     swapped_nT = sample.sequences_nT.copy()
-    swapped_nT[:, :far] = sample.sequences_nT[_of_other_documents(sample.documents), :far]
+    swapped_nT[:, :far] = sample.sequences_nT[of_other_documents(sample.documents), :far]
     changed_nT = subject.losses(swapped_nT) - full_nT
     found = mean_of(changed_nT[:, -sample.tail :], sample.documents)
     effect = "no effect is seen"
@@ -125,7 +125,7 @@ def _after_context(subject: Subject, sample: Sample, context: int) -> np.ndarray
     return losses
 
 
-def _of_other_documents(documents: np.ndarray) -> np.ndarray:
+def of_other_documents(documents: np.ndarray) -> np.ndarray:
     """Return for each sequence the index of a sequence from another document.
 
     Args:
