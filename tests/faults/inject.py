@@ -29,6 +29,7 @@ HARMLESS = {
         "the rest of a removed checkpoint: the next start removes it"
     ),
     r"\.unfinished(/new-\w+)? rmdir$": "an empty folder: the next writer removes it",
+    r"/log\.txt write$": "a line of a cell's output is lost, and nothing else",
 }
 """Pattern of PATH KIND -> why a command may pass the fault over in silence."""
 
@@ -106,13 +107,15 @@ def fail(case: Case, target: Target, error: str, trace: Path) -> Done | None:
 
 def judge(case: Case, target: Target, error: str, done: Done, expected: object) -> Verdict:
     """Return how the command dealt with the fault (see `Case`)."""
-    if "Traceback (most recent call last)" in done.text:
-        return Verdict("with a traceback", done.text[-3000:])
+    # The commands that a sweep runs write what they say into these files.
+    logs = "".join(path.read_text(errors="replace") for path in case.now.rglob("log.txt"))
+    if "Traceback (most recent call last)" in (text := logs + done.text):
+        return Verdict("with a traceback", text[-3000:])
     try:
         if done.code == 0:
             if case.result(case.now) != expected:
                 return Verdict("well", "the result is not that of a run without a fault")
-            said = re.search(r"cannot be|could not|not written|No space|Input/output", done.text)
+            said = re.search(r"cannot be|could not|not written|No space|Input/output", text)
             excused = any(re.search(each, f"{target.place} {target.kind}") for each in HARMLESS)
             if said:
                 return Verdict("well, with a warning")
