@@ -219,7 +219,7 @@ def report(kernel, which, size, row, sass, fastest) -> None:
         return
     # The unmasked loop has the fewest instructions outside the tensor cores.
     found.sort(key=lambda x: sum(x[0].values()))
-    products = {"forward": 2, "query": 3, "key": 4, "table": 2}[which]
+    products = {"forward": 2, "query": 3, "key": 4, "table": 2, "decode": 2}[which]
     P = 1 << (size - 1).bit_length()
     for name, (count, ops, loop) in (("unmasked", found[0]), ("masked", found[-1])):
         waits = sum("WARPGROUP.DEPBAR" in text for _, text in loop)
