@@ -26,8 +26,7 @@ The columns of the CSV are:
 
 The tool fails if a variant needs more shared memory than the GPU has, if its matrix products are
 serialised, or if a variant with 16-bit inputs and a head size up to 128 spills registers. For fp32
-and for larger heads, spills are recorded but accepted. On Blackwell, all spills are accepted,
-because no tile sizes have been chosen for Blackwell. The CSV is written after each variant, so a
+and for larger heads, spills are recorded but accepted. The CSV is written after each variant, so a
 run that was stopped can be continued with --changed.
 """
 
@@ -65,9 +64,9 @@ from triton.compiler import compile as compile_kernel
 from megatron.attention.fused import functions_of
 from megatron.kernels.compiled_variants import OPTIONS, PASSES, constants, order
 from megatron.kernels.device_functions import DeviceFunctions
-from megatron.kernels.tile_sizes import Tile, family, look_up, padded
+from megatron.kernels.tile_sizes import Tile, family, few_rows, look_up, padded
 from megatron.positional import PositionalEmbedding, PositionalError, load
-from tools.compiled.kernel_table import BLACKWELL, Row, Variant, read_rows, summary, write
+from tools.compiled.kernel_table import Row, Variant, read_rows, summary, write
 from tools.compiled.machine_code import resources, special_functions
 
 CSV = Path(__file__).with_name("compiled_kernels.csv")
@@ -88,13 +87,15 @@ AMPERE_AND_HOPPER = (90, 80, 86)
 # With groups of query heads that share a key head. All groups above 1 have the same code.
 GROUP = 4
 GROUPED = ("kerple_log", "kerple_power", "alibi", "none", "rotary + kerple_log")
+ALONE, GROUPS = tuple(PASSES)[:5], ("query", "key", "decode", "merge")
+ONLY = {"table": "rpe", "hidden": "fire", "merge": "none"}  # passes of one distance kernel
 # Each entry is (targets, distance kernels, dtypes, head sizes, dropout, group).
 LISTED: Any = (
     (AMPERE_AND_HOPPER, KERNELS, HALF, SIZES, False, 1),
     (AMPERE_AND_HOPPER, KERNELS, ("fp32",), (16, 64, 128, 256), False, 1),
     (AMPERE_AND_HOPPER, KERNELS, HALF, USUAL, True, 1),
     (AMPERE_AND_HOPPER, OTHERS, HALF, USUAL, False, 1),
-    (BLACKWELL, KERNELS, ("bf16",), USUAL, False, 1),
+    ((100, 120), KERNELS, ("bf16",), USUAL, False, 1),
     ((90,), (*TERMS, *CROSSES), HALF, USUAL, False, 1),
     ((90,), (*TERMS, *CROSSES, *OTHERS), HALF, USUAL, True, 1),
     (AMPERE_AND_HOPPER, GROUPED, HALF, USUAL, False, GROUP),
@@ -115,8 +116,9 @@ SAMPLE: Any = (
 def variants(sample: bool) -> Iterator[Variant]:
     for *parts, dropout, group in SAMPLE if sample else LISTED:
         for target, kernel, dtype, size in product(*parts):
-            for which in PASSES if group == 1 else ("query", "key"):
-                if {"table": "rpe", "hidden": "fire"}.get(which, kernel) == kernel:
+            few = dtype == "bf16" and size in USUAL and not dropout
+            for which in ALONE if group == 1 else GROUPS if few else GROUPS[:2]:
+                if ONLY.get(which, kernel) == kernel:
                     yield Variant(target, kernel, which, dtype, size, dropout, group)
 
 
@@ -140,6 +142,8 @@ def kernel_of(name: str) -> tuple[PositionalEmbedding, DeviceFunctions, list[str
 def tile_of(variant: Variant) -> Tile:
     """Return the tile size that training uses for a variant, from `tile_sizes.TABLE`."""
     itemsize, size = DTYPES[variant.dtype].itemsize, padded(variant.head_size)
+    if variant.which in ("decode", "merge"):
+        return few_rows(itemsize, size)
     _, functions, terms = kernel_of(variant.kernel)
     group = family(divmod(variant.target, 10))
     sizes = look_up(group, itemsize, size, functions.needs(variant.dropout, bool(terms)))
@@ -175,7 +179,7 @@ def build(variant: Variant) -> Row:
     )
     function = PASSES[variant.which]
     pointers = {f"{name}_ptr": "*i32" for name in ("first", "end", "position")}
-    halves = {*order(variant.which)[1], "lost"}
+    halves = {*order(variant.which)[1], "lost"} - {"parts"}
     pointers |= {f"{name}_ptr": f"*{variant.dtype}" for name in halves}
     pointers["seed_ptr"] = "*i64"
     signature, attributes = {}, {}

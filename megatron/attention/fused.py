@@ -7,6 +7,9 @@ device functions (`trace`, `megatron.kernels.codegen`). If the formula has no ex
 are tabulated over distances once per call. Autograd then propagates the gradient of the table
 through the formula to theta (`megatron.kernels.tabulated`).
 
+If few queries see many keys, as in generation, the keys are divided into parts, and the query heads
+of a key head share a program (`megatron.kernels.decode`).
+
 With documents or a window, tiles of keys that no query sees are skipped. A decay is a
 running sum over positions and may be large, so differences of the decay are computed before
 rounding to fp32 (`megatron.kernels.documents_sink_decay`).
@@ -23,7 +26,7 @@ theta. The lines of a layer of hidden units (`hidden_layer.pieces`) follow the c
 
 Caution: fp64 is refused. In Triton's interpreter bf16 is also refused, because the interpreter
 computes bf16 wrongly. A head size that is not a power of two costs as much as the next power of
-two.
+two. A row is NaN if all its logits are below -1e9 times `scale`.
 """
 
 from __future__ import annotations

@@ -7,6 +7,6 @@ Before that, `lowering` rewrites the expression in terms of the functions that a
 `tabulated` has the device functions for a distance kernel that is given by a table of values.
 `rows` has what the Triton kernels share: how a program starts, and the logits of its query rows.
 `documents_sink_decay` has the device functions for documents, windows, sinks and decay.
-`dropout` has the dropout mask.
+`dropout` has the dropout mask. `decode` has the Triton kernels for few queries and many keys.
 `tile_sizes` lists the tile sizes. `compiled_variants` keeps compiled kernels.
 """

@@ -24,6 +24,7 @@ from torch import Tensor
 from triton.compiler import CompiledKernel
 
 from megatron.kernels.backward import key_pass, query_pass
+from megatron.kernels.decode import decode_pass, merge_pass
 from megatron.kernels.device_functions import DeviceFunctions
 from megatron.kernels.documents_sink_decay import TENSORS
 from megatron.kernels.forward import forward_pass
@@ -33,6 +34,7 @@ from megatron.kernels.tile_sizes import Tile, padded
 
 PASSES: dict[str, Any] = {"forward": forward_pass, "query": query_pass, "key": key_pass}
 PASSES |= {"table": table_pass, "hidden": hidden_pass}
+PASSES |= {"decode": decode_pass, "merge": merge_pass}
 
 OPTIONS = {"enable_fp_fusion": True}
 """Compiler options: products and sums may be fused, whatever Triton's default is."""

@@ -16,22 +16,25 @@ import torch
 from torch import Tensor
 
 from megatron.kernels.compiled_variants import order, variant_of
+from megatron.kernels.decode import CHUNK
 from megatron.kernels.device_functions import DeviceFunctions
 from megatron.kernels.documents_sink_decay import NO_TERMS, Terms
 from megatron.kernels.hidden_layer import Layer
-from megatron.kernels.tile_sizes import Tile, TileSizes, choose
+from megatron.kernels.tile_sizes import Tile, TileSizes, choose, few_rows
 
 LAUNCHES: Counter[str] = Counter()
 """How often each Triton kernel has been launched in this process."""
-
 
 FILL = 1024
 """The number of programs of `key_pass` that fill a GPU.
 
 A GPU has 108 (A100) or 132 (H200) multiprocessors, with one or two programs at a time. The first
 keys of a sequence are seen by all queries, the last ones by few. So about four programs are needed
-for each place, or else most places wait for the longest programs.
-"""
+for each place, or else most places wait for the longest programs."""
+
+FEW, MANY = 64, 1024
+"""Up to FEW query rows of a key head divide more than MANY keys into parts. Fewer keys take less
+time (9 microseconds, predicted for an H100 and head size 128) than the host needs for a launch."""
 
 
 @dataclass(frozen=True)
@@ -148,13 +151,34 @@ def forward(
     out, keeps = empty_like_heads(q), setting.backward and q.dtype != torch.float32
     lost = empty_like_heads(q if keeps else q[:0])
     lse = q.new_empty(batch, heads, queries, dtype=torch.float32)
-    tile = setting.tiles(q, terms).forward
-    programs = batch * heads * cdiv(queries, tile.M)
     tensors = {"q": q, "k": k, "v": v, "out": out, "lse": lse, "theta": rows_HW}
     tensors["seed"] = rows_HW if seed is None else seed  # without dropout no seed is read
     tensors |= terms.tensors(setting.scale) | ({"lost": lost} if keeps else {})
-    launch("forward", programs, tile, setting, tensors)
+    if divides_keys(q, k, setting, terms):
+        decode(tensors, setting)
+        return out, lse, lost
+    tile = setting.tiles(q, terms).forward
+    launch("forward", batch * heads * cdiv(queries, tile.M), tile, setting, tensors)
     return out, lse, lost
+
+
+def divides_keys(q: Tensor, k: Tensor, setting: Setting, terms: Terms) -> bool:
+    """Return whether the keys are divided into parts, because few query rows see many keys."""
+    few = q.shape[1] * q.shape[2] <= FEW * k.shape[1] and k.shape[2] > MANY
+    other = terms.decay_BHS is not None or setting.functions.layer is not None
+    return few and not (other or setting.backward or setting.dropout_p)
+
+
+def decode(tensors: dict[str, Tensor], setting: Setting) -> None:
+    """Compute `out` and `lse` by the Triton kernels in `decode`, given the tensors of `forward`."""
+    q, k = tensors["q"], tensors["k"]
+    batch, heads, queries, size = q.shape
+    parts, rows = cdiv(k.shape[2], CHUNK.value), heads // k.shape[1] * queries
+    tile, lse = few_rows(q.itemsize, size), tensors["lse"]
+    tensors = tensors | {"lses": lse.new_empty(batch, heads * parts, queries)}
+    tensors["parts"] = lse.new_empty(batch, heads * parts, queries, size)
+    launch("decode", batch * k.shape[1] * cdiv(rows, tile.M), tile, setting, tensors, parts=parts)
+    launch("merge", lse.numel(), tile, setting, tensors)
 
 
 def backward(

@@ -74,10 +74,10 @@ def sizes(*four: tuple[int, int, int, int]) -> TileSizes:
     return TileSizes(*(Tile(*each) for each in four))
 
 
-SHARED_MEMORY = {80: 166_912, 86: 101_376, 90: 232_448}
+SHARED_MEMORY = {80: 166_912, 86: 101_376, 90: 232_448, 100: 232_448}
 """Shared memory in bytes that a program may use, by GPU family.
 
-80 is the A100, 86 is other Ampere GPUs and Ada, 90 is Hopper and Blackwell (10.x)."""
+80 is the A100, 86 is other Ampere GPUs and Ada, 90 is Hopper, and 100 is Blackwell (10.x)."""
 
 SMALL = Tile(16, 16, 4, 1)
 """The tile for Triton's interpreter. It is small, so that small test inputs have many tiles."""
@@ -87,8 +87,8 @@ TABLE: dict[int, dict[tuple[int, int, bool], TileSizes]] = {
     90: {
         (2, 64, False): sizes((64, 64, 4, 3), (64, 32, 4, 3), (64, 64, 4, 3), (64, 64, 8, 2)),
         (2, 64, True): sizes((128, 64, 8, 3), (128, 32, 8, 3), (64, 128, 8, 3), (64, 64, 8, 2)),
-        (2, 128, False): sizes((128, 64, 8, 3), (64, 16, 4, 3), (32, 128, 8, 2), (64, 64, 8, 2)),
-        (2, 128, True): sizes((128, 64, 8, 2), (64, 16, 4, 3), (16, 128, 8, 2), (64, 64, 8, 2)),
+        (2, 128, False): sizes((128, 128, 8, 2), (128, 32, 8, 2), (32, 128, 8, 2), (64, 64, 8, 2)),
+        (2, 128, True): sizes((128, 64, 8, 2), (128, 32, 8, 2), (16, 128, 8, 2), (64, 64, 8, 2)),
         (2, 256, False): sizes((128, 32, 8, 2), (32, 32, 8, 1), (32, 32, 8, 1), (16, 16, 4, 1)),
     },
     80: {
@@ -114,10 +114,16 @@ TABLE[86] |= {
     (2, 128, True): sizes((64, 32, 4, 2), (128, 16, 8, 2), (32, 64, 8, 2), (32, 32, 4, 1)),
     (2, 256, False): sizes((64, 32, 8, 1), (32, 32, 8, 1), (32, 32, 8, 1), (16, 16, 4, 1)),
 }
+TABLE[100] = TABLE[90] | {  # without spills there
+    (2, 64, False): sizes((64, 64, 4, 3), (64, 32, 4, 3), (32, 128, 8, 3), (64, 64, 8, 2)),
+    (2, 64, True): sizes((128, 64, 8, 3), (128, 32, 8, 3), (32, 128, 8, 3), (64, 64, 8, 2)),
+    (2, 128, False): sizes((128, 64, 8, 3), (128, 32, 8, 2), (32, 128, 8, 2), (64, 64, 8, 2)),
+    (2, 128, True): sizes((128, 32, 8, 3), (128, 32, 8, 2), (16, 128, 8, 2), (64, 64, 8, 2)),
+}
 
 DROPOUT = {  # 16-bit kernels with dropout need still more registers than the heavy ones
     (90, 64): {"key": Tile(32, 128, 8, 3)},
-    (90, 128): {"forward": Tile(128, 64, 8, 3)},
+    (90, 128): {"forward": Tile(128, 64, 8, 3), "query": Tile(64, 16, 4, 3)},
     (80, 64): {"forward": Tile(128, 32, 8, 3), "key": Tile(16, 128, 8, 1)},
 }
 """With dropout, these tiles replace those in the heavy entries of `TABLE`.
@@ -157,6 +163,7 @@ LAYER[86, 64] = LAYER[80, 64]
 
 TERMS = {
     (90, 64, False): {"key": Tile(64, 128, 8, 3)},
+    (90, 128, False): {"forward": Tile(128, 64, 8, 3)},
     (80, 128, True): {"key": Tile(32, 64, 8, 1)},
 }
 """These tiles replace those of `TABLE` for 16-bit kernels with documents, a sink or a decay.
@@ -185,7 +192,7 @@ def family(capability: tuple[int, int]) -> int:
     The GPUs of one family allow about the same amount of shared memory per program.
     """
     if capability[0] in (9, 10):
-        return 90
+        return 10 * capability[0]
     return 80 if capability in ((8, 0), (8, 7)) else 86
 
 
@@ -196,6 +203,12 @@ def choose(
     if INTERPRETED:
         return TileSizes(SMALL, SMALL, SMALL, SMALL)
     return look_up(family(capability), dtype.itemsize, padded(head_size), needs)
+
+
+def few_rows(itemsize: int, head_size: int) -> Tile:
+    """Return the tile of `decode_pass` and `merge_pass`: keys or values of a tile have 8 kB."""
+    N = 16 if INTERPRETED else max(16, min(64, 8192 // (itemsize * padded(head_size))))
+    return Tile(16, N, 2, 3)
 
 
 @lru_cache
@@ -216,13 +229,14 @@ def look_up(family: int, itemsize: int, size: int, needs: Needs) -> TileSizes:
     found = rows.get((itemsize, listed, heavy or dropout)) or rows[itemsize, listed, False]
     if itemsize != 2:
         return found
-    special = TERMS.get((family, listed, heavy or dropout), {}) if terms else {}
+    near = min(family, 90)  # no tiles have been chosen for Blackwell with dropout or terms
+    special = TERMS.get((near, listed, heavy or dropout), {}) if terms else {}
     for tiles, needed in (
         (DROPOUT, dropout),
         (HEAVY_DROPOUT, heavy and dropout),
         (LAYER, layer),
-        (MANY, columns > (4 if family == 90 else 3)),
+        (MANY, columns > (4 if near == 90 else 3)),
         (HEAVIEST, heavy and dropout and terms),
     ):
-        special = special | (tiles.get((family, listed), {}) if needed else {})
+        special = special | (tiles.get((near, listed), {}) if needed else {})
     return replace(found, **special)

@@ -10,8 +10,10 @@ import random
 import pytest
 import torch
 
+from megatron.attention import attend
+from megatron.kernels.launch import LAUNCHES
 from tests.helpers.embeddings import PLAIN
-from tests.kernels.cases import LENGTH, check, make
+from tests.kernels.cases import LENGTH, TOLERANCE, assert_close, check, make
 from tests.kernels.edges import EdgeCases
 
 pytestmark = pytest.mark.gpu
@@ -70,6 +72,21 @@ def test_offsets_tails_and_grouped_heads(name, shape, dtype):
     keys = offset + queries + later
     case = make(name, 2, heads, queries, 64, key_heads=key_heads, keys=keys, dtype=dtype)
     check(case, query_offset=offset)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("group,queries", [(1, 1), (4, 1), (8, 5)])
+def test_few_queries_in_parts_of_the_keys(group, queries, dtype):
+    case = make("kerple_log", 2, 2 * group, queries, 128, key_heads=2, keys=3000, dtype=dtype)
+    inputs = [x.detach() for x in case.inputs]
+    options = {"query_offset": 3000 - queries}
+    before = LAUNCHES.copy()
+    with torch.no_grad():
+        got = attend(*inputs[:3], case.pos, inputs[3], backend="fused", **options)
+        assert LAUNCHES - before == {"decode": 1, "merge": 1}
+        q, k, v, theta = (x.double() for x in inputs)
+        exact = attend(q, k, v, case.pos, theta, backend="eager", **options)
+    assert_close([got], [exact], TOLERANCE[dtype])
 
 
 @pytest.mark.parametrize("seed", range(24))

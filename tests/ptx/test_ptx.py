@@ -36,6 +36,7 @@ def test_the_emulator():
                 "kind=rpe,dtype=fp32,E=16,H=1,T=70",
                 "dtype=fp32,E=16,H=1,T=40",
                 "dtype=bf16,E=16,H=8,K=2,T=40,S=70,fill=1",
+                "dtype=bf16,E=16,H=8,K=2,T=40,S=70,fill=1,seed=1",
                 "kind=alibi,dtype=bf16,E=16,H=4,K=1,T=40,S=70,fill=2,seed=1",
             ],
         ),
@@ -48,6 +49,12 @@ def test_fused_attention_as_compiled(target, cases):
     *lines, last = emulate("verify.py", "--target", str(target), *options)
     assert last == "0 wrong", "\n".join(lines)
     assert [line.split()[:2] for line in lines] == [["ok", f"sm_{target}"]] * len(cases)
+
+
+def test_few_queries_as_compiled():
+    """Two parts of the keys, or three where documents end, for four query heads and two seeds."""
+    lines = emulate("verify_decode.py", "--only", "^kerple_log bf16 E64 H4/1|^bias,documents")
+    assert [line[:3] for line in lines] == ["ok "] * 4 + ["0 w"], lines
 
 
 def test_theta_gradient_in_bf16():
@@ -76,11 +83,12 @@ def test_formulas_as_compiled():
 @pytest.mark.parametrize(
     "options",
     (
-        "",
+        "--queries 40 --before 20 --heads 4 --group 4 --seed 0",
+        "--queries 40 --before 20 --heads 4 --group 4 --seed 1",
         "--terms fire --target 90 --dropout 0.1",  # it has a pass of its own
         "--terms log_n --target 90 --queries 256",  # in bf16, q times the temperature is too coarse
     ),
 )
 def test_terms_as_compiled(options):
-    """Without options, the terms are a bias with sink, decay and documents."""
+    """Without `--terms`, these are a bias with sink, decay (a forget gate) and documents."""
     assert emulate("verify_terms.py", "--queries", "70", *options.split())[-1] == "right"

@@ -10,8 +10,6 @@ import pandas as pd
 from megatron.files import write_text
 from megatron.kernels.tile_sizes import SHARED_MEMORY, family
 
-BLACKWELL = (100, 120)
-
 
 @dataclass(frozen=True)
 class Variant:
@@ -75,13 +73,12 @@ class Row:
     @property
     def wrong(self) -> str | None:
         """The reason why this kernel should not be used on its GPU, or None if it may be used."""
-        target, where = self.variant.target, self.variant.name
-        memory = SHARED_MEMORY[family(divmod(target, 10))]
+        where, memory = self.variant.name, SHARED_MEMORY[family(divmod(self.variant.target, 10))]
         if self.shared > memory:
             return f"{where}: {self.shared} bytes of shared memory of {memory}"
         if self.serialised:
             return f"{where}: matrix products wait for each other"
-        if target in BLACKWELL or self.dtype == "fp32" or self.head_size > 128 or not self.spilled:
+        if self.dtype == "fp32" or self.head_size > 128 or not self.spilled:
             return None
         return f"{where}: a thread spills {self.spilled} bytes"
 
