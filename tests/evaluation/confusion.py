@@ -1,0 +1,100 @@
+"""Compare the suite's answers about planted models with the expected ones; write a table.
+
+    python -m tests.evaluation.confusion --seeds 0 1 --out docs/results/suite_planted.csv
+
+Each seed draws another language, other documents and other random weights. The table has a line for
+each model, seed and question.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import re
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from megatron.evaluation.suite.all_measures import measure_with_progress
+from megatron.evaluation.suite.measure import Measure
+from megatron.evaluation.suite.recall import NOTICEABLE
+from megatron.evaluation.suite.verdict import verdict
+from tests.evaluation.planted import EXPECTED, NAMES, TRAINED, Ascii, Language, subject_of
+
+TOKENS = 16384
+"""The tokens that each result reads, as `eval_suite_tokens` gives them."""
+
+
+def answers(measures: list[Measure]) -> dict[str, Any]:
+    """Return what the suite answers: for each field of `Expected` that it knows, a value."""
+    said, found = " ".join(verdict(measures)), {measure.name: measure for measure in measures}
+    context = re.search(r"No context beyond ([\d,]+)|used up to ([\d,]+)", said)
+    used = int("".join(filter(None, context.groups())).replace(",", "")) if context else 1
+    helps, harms = "far text matters" in said or used > TRAINED, "does harm" in said
+    far = {(0, 0): "nothing", (0, 1): "harms", (1, 0): "helps", (1, 1): "helps and harms"}
+    [swap] = found["far_swap"].rows
+    given = {"context": used, "far": far[helps, harms], "matters": swap.estimate.excludes_zero}
+    noticed = {
+        name: [row.at for row in found[name].rows
+               if row.estimate.low > 0 and row.estimate.value >= NOTICEABLE]
+        for name in ("induction", "copy", "passkey")
+    }  # fmt: skip
+    given["induction"] = max((at["distance"] for at in noticed["induction"]), default=0)
+    for name in ("copy", "passkey"):
+        given[name] = frozenset((at["length"], at["depth"]) for at in noticed[name])
+    return given
+
+
+def is_right(expected: Any, answer: Any) -> bool:
+    return answer in expected if isinstance(expected, tuple) else answer == expected
+
+
+def shown(value: Any) -> str:
+    if isinstance(value, tuple):
+        return " or ".join(map(str, value))
+    if isinstance(value, frozenset):
+        cells = sorted(value)
+        return " ".join(f"{length}@{depth:g}" for length, depth in cells) or "nowhere"
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    return str(value)
+
+
+def rows_of(name: str, seed: int, tokens: int = TOKENS) -> list[dict[str, Any]]:
+    """Measure one planted model, and return a row for each question."""
+    language = Language(seed)
+    sample = language.sample(tokens)
+    measures = measure_with_progress(subject_of(name, language, seed), sample, Ascii())
+    given, rows = answers(measures), []
+    for question, expected in asdict(EXPECTED[name]).items():
+        if question in given:
+            answer = given[question]
+            row = {"expected": shown(expected), "answer": shown(answer)}
+            row["right"] = shown(is_right(expected, answer))
+            rows.append({"model": name, "seed": seed, "question": question} | row)
+    return rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--seeds", type=int, nargs="+", required=True)
+    parser.add_argument("--models", nargs="+", default=NAMES, choices=NAMES)
+    parser.add_argument("--tokens", type=int, default=TOKENS)
+    parser.add_argument("--out", type=Path, required=True)
+    args = parser.parse_args()
+    rows = []
+    for seed in args.seeds:
+        for name in args.models:
+            rows += rows_of(name, seed, args.tokens)
+    with args.out.open("w", newline="") as file:
+        writer = csv.DictWriter(file, rows[0], lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(rows)
+    wrong = [row for row in rows if row["right"] == "no"]
+    for row in wrong:
+        print("wrong:", *row.values(), sep="  ")
+    print(f"{len(rows) - len(wrong)} of {len(rows)} answers are right")
+
+
+if __name__ == "__main__":
+    main()
