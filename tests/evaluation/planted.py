@@ -25,7 +25,7 @@ from megatron.data.tokenizers.byte_level import ByteLevelTokenizer
 from megatron.evaluation.suite.measure import Sample, Subject
 from megatron.model import GPT, BlockShape, GPTShape, Plan
 from megatron.parallel.groups import build_groups
-from megatron.positional import PerLayer, load
+from megatron.positional import load
 
 TOKENS = 128
 TRAINED = 32
@@ -102,9 +102,11 @@ class Planted(nn.Module):
 class PlantedSubject(Subject):
     """A subject whose model limits its own window."""
 
-    def losses(self, sequences_nT: np.ndarray, *, window: int | None = None) -> np.ndarray:
-        self.model.window = window or 10**9
-        return super().losses(sequences_nT)
+    def losses(
+        self, sequences_nT: np.ndarray, *, window: int | None = None, last_only: bool = False
+    ) -> np.ndarray:
+        vars(self.model)["window"] = window or 10**9
+        return super().losses(sequences_nT, last_only=last_only)
 
 
 def distances(tokens_BT: Tensor) -> Tensor:
@@ -160,21 +162,27 @@ def bag(beyond: int = 0, power: int = 1) -> Found:
 
 
 def blind_copier(tokens_BT: Tensor, targets_BT: Tensor, window: int) -> tuple[Tensor, Tensor]:
-    """Predict the tokens around the places whose last 8 tokens are those of the text, as sets."""
-    d_TT = distances(tokens_BT)
-    same = (tokens_BT[:, :, None] == tokens_BT[:, None]).double()
-    padded = torch.nn.functional.pad(same, (7, 0, 7, 0))
-    shared = padded.unfold(1, 8, 1).amax(-1).unfold(2, 8, 1).sum(-1)  # of the key's 8 tokens
-    alike = (shared >= 6) & (d_TT >= 8 + NEAR) & (d_TT < window - 8 - NEAR)
-    hits = (targets_BT[:, :, None] == tokens_BT[:, None]).double()
-    around = torch.nn.functional.pad(hits, (NEAR, NEAR)).unfold(2, 2 * NEAR + 1, 1).mean(-1)
+    """Predict the tokens around the places around which the last 8 tokens stand, in any order."""
+    d_TT, size = distances(tokens_BT), 2 * NEAR + 1
+
+    def around(found_BTT: Tensor) -> Tensor:
+        """Return the sums over the keys from NEAR before each key to NEAR after it."""
+        sums = torch.nn.functional.pad(found_BTT.float(), (NEAR + 1, NEAR)).cumsum(-1)
+        return sums[..., size:] - sums[..., :-size]
+
+    same = tokens_BT[:, :, None] == tokens_BT[:, None]
+    there = (around(same) > 0).float()  # of each token of the query, whether the key is near one
+    last = torch.nn.functional.pad(there.cumsum(1), (0, 0, 8, 0))
+    shared = last[:, 8:] - last[:, :-8]
+    alike = (shared >= 8) & (d_TT >= 8 + NEAR) & (d_TT < window - NEAR)
+    share = around(targets_BT[:, :, None] == tokens_BT[:, None]) / size
     count_BT = alike.sum(-1)
-    return (alike * around).sum(-1) / count_BT.clamp(min=1), count_BT > 0
+    return (alike * share).sum(-1).double() / count_BT.clamp(min=1), count_BT > 0
 
 
 def untrained(seed: int) -> GPT:
     """Return the project's own model with random weights."""
-    pos = PerLayer([load("kerple_log")] * 2, own_theta=False)
+    pos = load("kerple_log")
     attend = choose("eager", pos, device_type="cpu", dtype=torch.float32, training=False)
     shape = GPTShape(2, TOKENS, BlockShape(32, 2), 1024)
     return GPT(Plan(shape, pos, attend, seed=seed)).eval()
