@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import csv
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -67,6 +68,21 @@ def rows_of(name: str, seed: int, tokens: int = TOKENS) -> list[dict[str, Any]]:
     return rows
 
 
+def table(rows: Sequence[Mapping[str, Any]]) -> str:
+    """Return the answers as a table of Markdown: models by questions, over all seeds."""
+    questions = list(dict.fromkeys(row["question"] for row in rows))
+    lines = ["| model | " + " | ".join(questions) + " |", "|---|" + "---|" * len(questions)]
+    for name in dict.fromkeys(row["model"] for row in rows):
+        cells = []
+        for question in questions:
+            given = [r["answer"] for r in rows if (r["model"], r["question"]) == (name, question)]
+            if question in ("copy", "passkey"):
+                given = [str(each.count("@")) for each in given]
+            cells.append(" or ".join(sorted(set(given), key=lambda text: (len(text), text))))
+        lines.append(f"| {name} | " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--seeds", type=int, nargs="+", required=True)
@@ -82,6 +98,7 @@ def main() -> None:
         writer = csv.DictWriter(file, rows[0], lineterminator="\n")
         writer.writeheader()
         writer.writerows(rows)
+    print(table(rows))
     wrong = [row for row in rows if row["right"] == "no"]
     for row in wrong:
         print("wrong:", *row.values(), sep="  ")
