@@ -56,11 +56,13 @@ def main() -> int:
     # Each rank holds the full model, even if the model was trained with another parallel layout.
     config = load_or_exit(args, *sharing_layout(1), *overrides)
     load = args.load or config.checkpoint.load or config.checkpoint.save
+    if args.suite and not config.evaluation.eval_lengths:
+        config = load_or_exit(args, *sharing_layout(1), *overrides, *suite_lengths(config))
     lengths = config.evaluation.eval_lengths
     tasks = () if args.suite else config.evaluation.eval_tasks
     missing = [] if load else ["--load DIR (or `load` in the config)"]
     if not lengths and not tasks:
-        missing.append(LENGTHS if args.suite else f"{LENGTHS} or {TASKS}")
+        missing.append(f"{LENGTHS} or {TASKS}")
     if missing or not load:
         entry.refuse(f"error: nothing to evaluate; give {' and '.join(missing)}", 2)
     if lengths and tasks and int(launcher.world_size()) > 1:
@@ -112,6 +114,12 @@ def asked(args):
         tasks = [name for text in args.eval_tasks or [] for name in text.split(",") if name]
         overrides += [f"eval_lengths=[{args.lengths or ''}]", f"eval_tasks={json.dumps(tasks)}"]
     return overrides
+
+
+def suite_lengths(config):
+    """Return overrides with the suite's own lengths: 1 to 16 times the training length."""
+    lengths = [config.model.seq_length * 2**power for power in range(5)]
+    return f"eval_lengths={lengths}", f"eval_tokens={max(config.evaluation.eval_tokens, *lengths)}"
 
 
 def measure_suite(args, config, load):

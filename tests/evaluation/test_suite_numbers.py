@@ -31,12 +31,18 @@ CPU = build_groups(torch.device("cpu"))
 
 
 @pytest.mark.parametrize(
-    ("value", "low", "high", "excludes"),
-    [(2e-6, 1e-6, 3e-6, True), (-2e-6, -3e-6, -1e-6, True), (1e-6, 1e-9, 1, True)]
-    + [(9e-7, 1e-7, 1, False), (1.0, 0.0, 2.0, False), (-1.0, -2.0, 0.0, False)],
-)
-def test_an_interval_excludes_zero(value, low, high, excludes):
-    assert Estimate(value, low, high, 3).excludes_zero is excludes
+    ("low", "high", "effect", "surely"),
+    [
+        (0.06, 0.2, "gain", "gain"), (0.05, 0.2, "gain", "unclear"),
+        (-0.2, -0.06, "loss", "loss"), (-0.2, -0.05, "loss", "unclear"),
+        (-0.05, 0.05, "none", "none"), (0.01, 0.04, "none", "none"),
+        (-0.01, 0.06, "unclear", "unclear"), (-0.06, 0.0, "unclear", "unclear"),
+        (math.nan, math.nan, "unclear", "unclear"),
+    ],
+)  # fmt: skip
+def test_an_interval_says_what_the_effect_is(low, high, effect, surely):
+    found = Estimate(0.0, low, high, 3)
+    assert (found.effect(0.05), found.effect(0.05, surely=True)) == (effect, surely)
 
 
 def test_estimates_have_two_to_six_digits_and_perplexities():
@@ -60,10 +66,16 @@ def test_intervals_are_scipys_at_95_percent_or_percentiles(monkeypatch):
     monkeypatch.setattr(intervals.stats, "bootstrap", bootstrap)
     totals, counts, documents = np.array([2.0, 9.0]), np.array([1.0, 3.0]), np.arange(2)
     assert estimate(totals, counts, documents) == Estimate(11 / 4, 0.5, 0.75, 2)
-    assert (asked["confidence_level"], asked["n_resamples"], asked["paired"]) == (0.95, 2000, True)
+    assert asked["confidence_level"] == pytest.approx(0.95)
+    assert (asked["n_resamples"], asked["paired"]) == (2000, True)
     assert asked["value"] == 11 / 4
     for _ in range(2):
         assert estimate(totals, counts, documents) == Estimate(11 / 4, 25.0, 975.0, 2)
+    found[:] = [(0.5, 0.75), (math.nan, 1.0)]
+    estimate(totals, counts, documents, comparisons=10)
+    assert asked["confidence_level"] == pytest.approx(0.995) and asked["n_resamples"] == 8000
+    joint = estimate(totals, counts, documents, comparisons=10)
+    assert (joint.low, joint.high) == pytest.approx((2.5, 997.5))
 
 
 def test_documents_without_counts_are_left_out():
@@ -100,16 +112,17 @@ def test_the_report_has_tables_pictures_and_numbers(tmp_path, monkeypatch):
         )
     ]
     two = Measure("two", "Two rows", "nats", "It says two.", rows[:2])
-    four = Measure("four", "Four rows", "nats", "It says four.", rows)
+    four = Measure("four", "Four rows", "nats", "It says four.", rows, answer=[1, 2])
+    bare = Measure("bare", "No picture", "nats", "It says bare.", rows, drawn=False)
     none = Measure("none", "No rows", "nats", "Not measured.", [])
     about = {"distance_scale": 1.0, "split": "valid", "step": 7, "code": "abc"}
     report = Report(
-        "A model", about, {"text": "t", **about}, ["First.", "Second."], [two, four, none]
+        "A model", about, {"text": "t", **about}, ["First.", "Second."], [two, four, bare, none]
     )
     write_report(report, tmp_path / "new" / "suite", 128)
     folder = tmp_path / "new" / "suite"
     names = {path.name for path in folder.iterdir()}
-    assert names == {"report.md", "report.json", "two.csv", "four.csv", "four.png"}
+    assert names == {"report.md", "report.json", "two.csv", "four.csv", "four.png", "bare.csv"}
     page = (folder / "report.md").read_text()
     assert page.startswith(
         "# A model\n\n**First.**  \n**Second.**  \n\n- text: t\n- distance_scale: "
@@ -117,11 +130,13 @@ def test_the_report_has_tables_pictures_and_numbers(tmp_path, monkeypatch):
     assert "| length | depth | nats | interval | documents | loss | share |\n|---:|---:|" in page
     assert "| 1,024 | 0.5 | 2.0000 | 1.0000 to 4.0000 | 3 | 1,234,567 | 0.1235 |" in page
     assert "![Four rows](four.png)" in page and "two.png" not in page
-    assert page.endswith("Intervals have a level of 95%, by bootstrap over documents (or, for "
-                         "induction, over random sequences).\n")  # fmt: skip
+    assert "Intervals have a level of 95%, by bootstrap over documents (or, for induction" in page
     assert (folder / "report.json").read_text().startswith('{\n "title": "A model",\n "verdict": [')
     content = json.loads((folder / "report.json").read_text())
-    assert content["measures"]["none"] == {"unit": "nats", "says": "Not measured.", "rows": []}
+    assert content["measures"]["none"] == {
+        "unit": "nats", "says": "Not measured.", "answer": None, "rows": [],
+    }  # fmt: skip
+    assert content["measures"]["four"]["answer"] == [1, 2]
     assert content["measures"]["two"]["rows"][0]["high"] is None
     assert content["measures"]["two"]["rows"][1]["high"] == 4.0
     assert (folder / "two.csv").read_text().splitlines()[1].endswith(",1.0,valid,7,abc")

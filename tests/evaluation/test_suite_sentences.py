@@ -54,8 +54,7 @@ def test_a_perplexity_that_does_not_depend_on_the_length(subject_with):
     assert found.says == "Perplexity is 7.39 at every length."
 
 
-def test_small_differences_have_digits_and_rounding_is_none():
+def test_small_differences_have_digits():
     found = Estimate(2e-5, 1e-5, 3e-5, 9)
-    assert str(found) == "0.000020 [0.000010, 0.000030]" and found.excludes_zero
+    assert str(found) == "0.000020 [0.000010, 0.000030]"
     assert str(Estimate(0.06614, 0.04862, 0.0856, 9)) == "0.0661 [0.0486, 0.0856]"
-    assert not Estimate(-2e-8, -3e-8, -1e-8, 9).excludes_zero

@@ -104,20 +104,26 @@ def test_shards_and_dtypes_and_tokenizer(llama, tmp_path, monkeypatch, capsys):
     assert "exists and is not empty; remove it" in capsys.readouterr().err
 
 
-def test_the_suite_measures_an_imported_model(llama, tmp_path, monkeypatch, capsys):
+@pytest.mark.parametrize("kind", ["llama", "gpt_neox"])
+def test_the_suite_measures_an_imported_model(kind, tmp_path, monkeypatch, capsys):
+    """Without lengths it measures 1 to 16 times the training length, here 16 tokens."""
     run, rng = tmp_path / "run", np.random.default_rng(0)
-    monkeypatch.setattr("sys.argv", ["import_hf.py", str(llama), str(run)])
-    assert import_hf.main() == 0
-    write_documents(tmp_path / "text", (rng.integers(0, 256, 140) for _ in range(4)))
+    hub_model(kind, max_position_embeddings=16).save_pretrained(tmp_path / "hub")
+    write_tokenizer(tmp_path / "hub")
+    import_folder(tmp_path / "hub", run)
+    write_documents(tmp_path / "text", (rng.integers(0, 256, 260) for _ in range(4)))
     keys = {"data_path": tmp_path / "text", "split": "0,4,0", "eval_suite_tokens": 256}
     options = [part for key, value in keys.items() for part in ("-o", f"{key}={value}")]
-    call = [run / "config.yml", "--load", run, "--suite", "--lengths", "32,64,128", *options]
+    call = [run / "config.yml", "--load", run, "--suite", *options]
     monkeypatch.setattr("sys.argv", ["evaluate.py", *map(str, call)])
     assert evaluate.main() == 0
     report = json.loads((run / "suite" / "report.json").read_text())
     assert report["facts"]["checkpoint"].startswith(str(run))
-    first = report["measures"]["by_length"]["rows"][0]
-    assert first["length"] == 32 and first["value"] > 200  # of 300 tokens, untrained
+    found = {name: measure["rows"] for name, measure in report["measures"].items()}
+    assert [row["length"] for row in found["by_length"]] == [16, 32, 64, 128, 256]
+    assert found["by_length"][0]["value"] > 200  # of 300 tokens, untrained
+    assert len(found["heads"]) == 8 and {"heads_layer0", "heads_layer1"} <= set(found)
+    assert report["measures"]["copy"]["answer"] == []
     assert report["verdict"][0] in capsys.readouterr().out
 
 

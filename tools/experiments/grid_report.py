@@ -21,7 +21,7 @@ from megatron.readable_numbers import decimals
 from tools.experiments.claims import Verdict, significant
 from tools.experiments.grid import Grid, filled
 from tools.experiments.moved_theta import VALUES
-from tools.experiments.results import CURVES, Frame
+from tools.experiments.results import CURVES, GAINS, Frame
 
 PAPER = Path(__file__).parents[2] / "configs" / "paper" / "tables.json"
 MOVED_NOTE = (
@@ -84,7 +84,13 @@ def sections(
             note += "; in brackets: the paper's"
         title = ", ".join(known.values()) or "all runs"
         own = moved[moved["folder"].isin(part["folder"])]
-        section = Section(title, _table(part, rows, marked, paper), note, _moved(own, rows))
+        gains = measured[measured["metric"].isin(GAINS.values())]
+        if len(gains):
+            note += (
+                "; gains in nats through text beyond the training length, see docs/evaluation.md"
+            )
+        table = _table(part, rows, marked, paper, gains)
+        section = Section(title, table, note, _moved(own, rows))
         section.pictures[f"{metric} by length"] = by_length(part, rows, metric)
         for curve in CURVES.values():
             if len(values := measured[measured["metric"] == curve]):
@@ -184,7 +190,9 @@ def _paper_of(grid: Grid, known: dict[str, str]) -> PaperRows:
     return tables.get(filled(grid.about.paper.table, grid.variables), {}).get(corpus, {})
 
 
-def _table(results: Frame, rows: str, marked: set[tuple[str, int]], paper: PaperRows) -> Frame:
+def _table(
+    results: Frame, rows: str, marked: set[tuple[str, int]], paper: PaperRows, gains: Frame
+) -> Frame:
     lines = []
     for row, part in results.groupby(rows, sort=False):
         by_length = paper.get(PUBLISHED_POSITIONAL_NAMES.get(str(row), str(row)), {})
@@ -196,6 +204,9 @@ def _table(results: Frame, rows: str, marked: set[tuple[str, int]], paper: Paper
             if theirs := by_length.get(str(length)):
                 text += f" ({theirs[0]:g} ± {theirs[1]:g})"
             line[f"{length:,}"] = text
+        for metric, values in gains[gains[rows] == row].groupby("metric")["value"]:
+            error = f" ± {values.std():.4f}" if len(values) > 1 else ""
+            line[str(metric)] = f"{values.mean():+.4f}{error}"
         lines.append(line)
     return pd.DataFrame(lines).fillna("")
 

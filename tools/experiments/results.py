@@ -3,7 +3,7 @@
 In a run folder, all CSV files are read that have a column `length`, with one row for each length,
 and a column for at least one metric in `METRICS`. Where several have a result, that of
 `extrapolation.csv` or `accuracy.csv` counts. In the folder `suite`, which `evaluate.py --suite`
-writes, only the files in `CURVES` are read. Their first column is taken as the length.
+writes, only the files in `CURVES` and `GAINS` are read. Their first column is taken as the length.
 """
 
 from __future__ import annotations
@@ -30,6 +30,14 @@ from tools.experiments.state import (
 
 CURVES = {"by_position": "loss by position", "receptive_field": "loss by context"}
 """Maps each file of the folder `suite` that is read to the name of its metric in a report."""
+
+
+GAINS = {"exact_context": "far gain", "windowed_twin": "twin's gain"}
+"""Maps files of the folder `suite` to the names of their metrics; the first row counts.
+
+Both are gains in nats per token through text beyond the training length W: over a control that
+reads exactly W tokens before each scored token, and over the windowed twin.
+"""
 
 
 def of_grid(grid: Grid) -> tuple[Frame, list[str]]:
@@ -114,7 +122,7 @@ def of_run(folder: Path, record: Record | None = None) -> tuple[Frame, list[str]
         metrics = [name for name in METRICS if name in table]
         if metrics and "length" in table and table["length"].is_unique:
             parts.append(_checked(path, table.melt("length", metrics, "metric", "value")))
-    for name, metric in CURVES.items():
+    for name, metric in (CURVES | GAINS).items():
         path = run.suite / f"{name}.csv"
         if not path.exists():
             continue
@@ -124,6 +132,7 @@ def of_run(folder: Path, record: Record | None = None) -> tuple[Frame, list[str]
         if record is not None and (other := other_measurement(path, table, record)):
             left_out.append(other)
         else:
+            table = table.head(1) if name in GAINS else table
             curve = {"length": table["context"], "metric": metric, "value": table["value"]}
             parts.append(_checked(path, pd.DataFrame(curve)))
     parts = parts or [pd.DataFrame(columns=["length", "metric", "value"])]

@@ -23,8 +23,10 @@ from megatron.engine.open_run import OpenRun, open_run
 from megatron.engine.open_text import open_text
 from megatron.evaluation.perplexity_statistics import measured_with
 from megatron.evaluation.suite import context, key_tokens, perplexity, recall
+from megatron.evaluation.suite.heads import heads
 from megatron.evaluation.suite.measure import Measure, Sample, Subject, read_sample
 from megatron.evaluation.suite.pointer import pointer
+from megatron.evaluation.suite.ruler import ruler
 from megatron.evaluation.suite.suite_report import PAGE, Report, write_report
 from megatron.evaluation.suite.verdict import verdict
 from megatron.parallel.groups import Groups
@@ -107,7 +109,7 @@ def measure_with_progress(
     ) as bar:
         for each in (subject, judge or subject):
             each.tick, each.loss_fn = bar.update, each.model
-        return measure_all(subject, sample, tokenizer, judge)
+        return measure_all(subject, sample, tokenizer, judge) + heads(subject, sample)
 
 
 def measure_all(
@@ -130,6 +132,7 @@ def measure_all(
         perplexity.by_length(subject, sample, full_nT, tokenizer.token_bytes),
         perplexity.by_position(sample, full_nT),
         context.receptive_field(subject, sample, full_nT),
+        context.exact_context(subject, sample, full_nT),
         context.windowed_twin(sample, full_nT, twin_nT),
         pointer(sample, full_nT, twin_nT),
         context.far_swap(subject, sample, full_nT),
@@ -137,6 +140,7 @@ def measure_all(
         recall.induction(subject, sample),
         recall.copying(subject, sample),
         recall.passkey(subject, sample, tokenizer),
+        ruler(subject, sample, tokenizer),
     ]
 
 

@@ -1,4 +1,4 @@
-"""Measure what far context is worth, in three ways: windowed twin, far-swap, receptive field."""
+"""Measure what far context is worth: windowed twin, exact context, far-swap, receptive field."""
 
 from __future__ import annotations
 
@@ -7,9 +7,11 @@ import numpy as np
 from megatron.evaluation.suite.intervals import mean_of
 from megatron.evaluation.suite.measure import Measure, Row, Sample, Subject
 
-MARGIN = 0.01
-"""A context counts as enough if its loss is at most this fraction above the lowest loss."""
 NATS = "nats per token"
+SCORED = 2048
+"""The least number of tokens that `exact_context` scores, if the text has so many."""
+EFFECTS = {"gain": "helps", "loss": "harms", "none": "nothing", "unclear": "unclear"}
+"""What far text does to the model, for each effect of `Estimate.effect`."""
 
 
 def windowed_twin(sample: Sample, full_nT: np.ndarray, twin_nT: np.ndarray) -> Measure:
@@ -35,11 +37,42 @@ def windowed_twin(sample: Sample, full_nT: np.ndarray, twin_nT: np.ndarray) -> M
         for start, end, kind in spans
     ]
     gain = rows[0].estimate
-    effect = "neither gains nor loses"
-    if gain.excludes_zero:
-        effect = "gains" if gain.low > 0 else "loses"
+    answer = EFFECTS[gain.effect()]
+    told = {"helps": "gains", "harms": "loses", "nothing": "neither gains nor loses"}
+    effect = told.get(answer, "gains or loses too little to tell")
     says = f"By attention beyond {sample.train_length:,} tokens, the model {effect}: {gain} nats."
-    return Measure(name, title, NATS, says, rows)
+    return Measure(name, title, NATS, says, rows, answer)
+
+
+def exact_context(subject: Subject, sample: Sample, full_nT: np.ndarray) -> Measure:
+    """Measure how much lower the loss is with the full context than with exactly W tokens.
+
+    W is the training length. The scored tokens have more than W tokens before them, and stand at
+    equal distances. The control reads each of them after exactly W tokens.
+    """
+    title, name, window = (
+        "Gain over exactly the training length",
+        "exact_context",
+        sample.train_length,
+    )
+    places = sample.longest - window
+    if places < 1:
+        return Measure(name, title, NATS, sample.too_short, [])
+    wanted = max(SCORED, sample.tokens // window) // len(sample.documents)
+    starts = np.unique(np.linspace(1, places, min(max(1, wanted), places)).astype(int))
+    cut = np.stack([sample.sequences_nT[:, s : s + window + 1] for s in starts], 1)
+    alone_nT = subject.losses(cut.reshape(-1, window + 1), last_only=True)
+    gain_nT = alone_nT.reshape(len(full_nT), -1) - full_nT[:, starts + window - 1]
+    gain = mean_of(gain_nT, sample.documents)
+    answer = EFFECTS[gain.effect()]
+    effect = {"nothing": "does nothing"}.get(answer, answer)
+    effect = "is too little to tell" if answer == "unclear" else effect
+    says = (
+        f"Text beyond {window:,} tokens {effect}: with exactly {window:,} tokens before each "
+        f"scored token, the loss is higher by {gain} nats."
+    )
+    also = {"scored": gain_nT.size, "loss": float(full_nT[:, starts + window - 1].mean())}
+    return Measure(name, title, NATS, says, [Row({"context": window}, gain, also)], answer)
 
 
 def far_swap(subject: Subject, sample: Sample, full_nT: np.ndarray) -> Measure:
@@ -57,14 +90,13 @@ def far_swap(subject: Subject, sample: Sample, full_nT: np.ndarray) -> Measure:
     swapped_nT[:, :far] = sample.sequences_nT[of_other_documents(sample.documents), :far]
     changed_nT = subject.losses(swapped_nT) - full_nT
     found = mean_of(changed_nT[:, -sample.tail :], sample.documents)
-    effect = "no effect is seen"
-    if found.excludes_zero:
-        effect = "the far text matters" if found.low > 0 else "the far text did harm"
+    answer = {"none": "no", "unclear": "unclear"}.get(found.effect(), "yes")
+    effect = {"no": "its content does not matter", "yes": "its content matters"}
     says = (
         f"With another document's text beyond {sample.train_length:,} tokens, the loss of the last "
-        f"{sample.tail} tokens changes by {found} nats: {effect}."
+        f"{sample.tail} tokens changes by {found} nats: {effect.get(answer, 'no effect is seen')}."
     )
-    return Measure(name, title, NATS, says, [Row({"kept": sample.train_length}, found)])
+    return Measure(name, title, NATS, says, [Row({"kept": sample.train_length}, found)], answer)
 
 
 def receptive_field(subject: Subject, sample: Sample, full_nT: np.ndarray) -> Measure:
@@ -83,31 +115,30 @@ def receptive_field(subject: Subject, sample: Sample, full_nT: np.ndarray) -> Me
         losses[context] = _after_context(subject, sample, context)
         context *= 2
     losses[sample.longest] = full
+    best = min(losses, key=lambda context: losses[context].mean())
     rows = []
     for context, losses_nT in losses.items():
-        gain = mean_of(losses_nT - full, sample.documents)
-        also = {"more_than_full": gain.value, "more_low": gain.low, "more_high": gain.high}
+        gain = mean_of(losses_nT - losses[best], sample.documents, comparisons=len(losses))
+        also = {"more_than_best": gain.value, "more_low": gain.low, "more_high": gain.high}
+        also |= {"worse": "yes" if gain.effect() == "gain" else "no"}
         rows.append(Row({"context": context}, mean_of(losses_nT, sample.documents), also))
-    field, best = field_of(rows)
+    field = field_of(rows)
     says = (
-        f"The shortest context with a loss within {MARGIN:.0%} of the best "
-        f"(that with {best:,} token{'s' * (best > 1)}) is {field:,} token{'s' * (field > 1)}."
+        f"The shortest context that is not clearly worse than the best (that with {best:,} "
+        f"token{'s' * (best > 1)}) is {field:,} token{'s' * (field > 1)}."
     )
-    return Measure("receptive_field", "Loss by context", NATS, says, rows)
+    return Measure("receptive_field", "Loss by context", NATS, says, rows, field)
 
 
-def field_of(rows: list[Row]) -> tuple[int, int]:
-    """Return (receptive field, context with the lowest loss), both in tokens.
+def field_of(rows: list[Row]) -> int:
+    """Return the receptive field in tokens: the shortest context not clearly worse than the best.
 
-    The receptive field is the shortest context with loss <= (1 + MARGIN) * lowest loss.
+    A context is clearly worse if the interval of its loss minus the best lies above 0.
 
     Args:
         rows: The rows of the measure `receptive_field`.
     """
-    losses = {row.at["context"]: row.estimate.value for row in rows}
-    best = min(losses, key=lambda context: losses[context])
-    within = (c for c, loss in losses.items() if loss - losses[best] <= MARGIN * losses[best])
-    return next(within), best
+    return next(row.at["context"] for row in rows if row.also["worse"] == "no")
 
 
 def _after_context(subject: Subject, sample: Sample, context: int) -> np.ndarray:

@@ -21,8 +21,8 @@ from megatron.readable_numbers import decimals
 RESAMPLES = 2000
 LEVEL = 95.0
 """The level of the intervals, in percent."""
-ROUNDING = 1e-6
-"""A difference of losses that is smaller than this counts as zero, in nats."""
+SMALLEST = 0.001
+"""An effect of far text that is surely smaller than this, in nats per token, counts as none."""
 
 
 @dataclass(frozen=True)
@@ -34,10 +34,19 @@ class Estimate:
     high: float
     documents: int
 
-    @property
-    def excludes_zero(self) -> bool:
-        """Whether the interval excludes 0, and the mean is too large to be a rounding error."""
-        return (self.low > 0 or self.high < 0) and abs(self.value) >= ROUNDING
+    def effect(self, smallest: float = SMALLEST, *, surely: bool = False) -> str:
+        """Return what the interval says of a gain: "gain", "loss", "none" or "unclear".
+
+        It is none if the whole interval lies within `smallest` of 0. Otherwise it is a gain if the
+        interval is above 0, and a loss if it is below.
+
+        Args:
+            surely: Whether the whole interval of a gain or loss must be beyond `smallest`.
+        """
+        if -smallest <= self.low <= self.high <= smallest:
+            return "none"
+        bound = smallest if surely else 0.0
+        return "gain" if self.low > bound else "loss" if self.high < -bound else "unclear"
 
     @property
     def perplexity(self) -> Estimate:
@@ -51,7 +60,9 @@ class Estimate:
         return f"{self.value:.{shown}f} [{self.low:.{shown}f}, {self.high:.{shown}f}]"
 
 
-def estimate(totals: np.ndarray, counts: np.ndarray, documents: np.ndarray) -> Estimate:
+def estimate(
+    totals: np.ndarray, counts: np.ndarray, documents: np.ndarray, *, comparisons: int = 1
+) -> Estimate:
     """Return the ratio sum(totals) / sum(counts), with its 95% interval.
 
     The interval comes from a bootstrap over documents.
@@ -61,7 +72,9 @@ def estimate(totals: np.ndarray, counts: np.ndarray, documents: np.ndarray) -> E
         counts: [n], the divisor of each total, such as a number of tokens. Documents whose counts
             are all 0 are left out.
         documents: [n], the document to which each sequence belongs.
+        comparisons: The number of intervals that must hold together, with 95% (Bonferroni).
     """
+    level = 1 - (1 - LEVEL / 100) / comparisons
     _, which = np.unique(documents, return_inverse=True)
     total_d, count_d = np.bincount(which, totals), np.bincount(which, counts)
     total_d, count_d = total_d[count_d != 0], count_d[count_d != 0]
@@ -78,18 +91,18 @@ def estimate(totals: np.ndarray, counts: np.ndarray, documents: np.ndarray) -> E
             _ratio,
             paired=True,
             vectorized=True,
-            n_resamples=RESAMPLES,
-            confidence_level=LEVEL / 100,
+            n_resamples=RESAMPLES * min(comparisons, 4),
+            confidence_level=level,
             rng=np.random.default_rng(0),
         )
     low, high = found.confidence_interval
     if np.isnan(low) or np.isnan(high):
-        ends = (50 - LEVEL / 2, 50 + LEVEL / 2)
+        ends = (50 - 50 * level, 50 + 50 * level)
         low, high = np.percentile(found.bootstrap_distribution, ends)
     return Estimate(value, float(low), float(high), len(total_d))
 
 
-def mean_of(losses_nT: np.ndarray, documents: np.ndarray) -> Estimate:
+def mean_of(losses_nT: np.ndarray, documents: np.ndarray, *, comparisons: int = 1) -> Estimate:
     """Return the mean of all numbers in `losses_nT`, with its 95% interval.
 
     The interval comes from a bootstrap over documents.
@@ -97,8 +110,10 @@ def mean_of(losses_nT: np.ndarray, documents: np.ndarray) -> Estimate:
     Args:
         losses_nT: [n, T], T numbers for each of n sequences, such as the losses of its tokens.
         documents: [n], the document to which each sequence belongs.
+        comparisons: See `estimate`.
     """
-    return estimate(losses_nT.sum(1), np.full(len(losses_nT), losses_nT.shape[1]), documents)
+    counts = np.full(len(losses_nT), losses_nT.shape[1])
+    return estimate(losses_nT.sum(1), counts, documents, comparisons=comparisons)
 
 
 def _ratio(totals: np.ndarray, counts: np.ndarray, axis: int = -1) -> np.ndarray:

@@ -25,12 +25,12 @@ class Row:
     Attributes:
         at: Where the result was measured, such as {"length": 128, "depth": 0.5}. In the plot, the
             first entry is the x axis, and each combination of the other entries is a curve.
-        also: Further numbers for the tables.
+        also: Further entries for the tables.
     """
 
     at: Mapping[str, Any]
     estimate: Estimate
-    also: Mapping[str, float] = field(default_factory=dict)
+    also: Mapping[str, Any] = field(default_factory=dict)
 
     def flat(self) -> dict[str, Any]:
         """Return the result as one flat dict, a line of the CSV file."""
@@ -45,6 +45,8 @@ class Measure:
         name: The name of the files with the results, without their endings.
         unit: The quantity and unit of the results, for tables and axes.
         says: One sentence about the results.
+        answer: The verdict as data, for `report.json`, or None.
+        drawn: Whether the report has a picture of the results.
     """
 
     name: str
@@ -52,6 +54,8 @@ class Measure:
     unit: str
     says: str
     rows: list[Row]
+    answer: Any = None
+    drawn: bool = True
 
 
 @dataclass(frozen=True)
@@ -174,7 +178,9 @@ class Subject:
     loss_fn: LossFn | None = None
     name: str = "the model itself"
 
-    def losses(self, sequences_nT: np.ndarray, *, window: int | None = None) -> np.ndarray:
+    def losses(
+        self, sequences_nT: np.ndarray, *, window: int | None = None, last_only: bool = False
+    ) -> np.ndarray:
         """Return the loss of each target in nats, float64 [n, T - 1]. Every rank must call this.
 
         Args:
@@ -185,14 +191,15 @@ class Subject:
         Raises:
             DivergedError: A loss is infinite or not a number.
         """
+        width = 1 if last_only else sequences_nT.shape[1] - 1
         with limited_window(self.model, window):
             losses_nT = scores_of_sequences(
                 self.loss_fn or self.model,
                 sequences_nT,
                 self.groups,
                 batch_tokens=self.batch_tokens,
-                score=lambda losses_BT, _: losses_BT,
-                width=sequences_nT.shape[1] - 1,
+                score=lambda losses_BT, _: losses_BT[:, -width:],
+                width=width,
                 tick=self.tick,
             )
         if not np.isfinite(losses_nT).all():

@@ -1,14 +1,18 @@
-"""Measure whether the model finds earlier tokens again: repeated tokens, copies and passkeys.
+"""Measure whether the model finds earlier tokens again: repeated tokens, copies and a passkey.
 
 Nothing is generated. The model reads the right answers, and their losses are compared with the
-losses in a control, where the earlier context does not contain the answer. So the measures work for
-every vocabulary, and show a small gain long before a model would write the whole answer.
+losses in control texts, which do not tell the answer. So the measures work for every vocabulary,
+and show a small gain long before a model would write the whole answer. A control text has the same
+tokens as the text, in almost the same places. So a model that counts tokens, in any order, gains
+nothing.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import count as numbers
+from typing import Any
 
 import numpy as np
 
@@ -21,160 +25,257 @@ DEPTHS = (0.0, 0.5, 0.9)
 """The places where a needle is hidden, as the fraction of the text that comes before the needle."""
 NATS = "nats per token"
 NOTICEABLE = 0.05
-"""The smallest gain, in nats per token, that the report's sentences call a gain."""
+"""A gain counts if its whole interval is above this, in nats per token."""
+TEXTS = 24
+"""The least number of texts for each result."""
+BLOCK = 8
+"""Induction's control text reverses blocks of this many tokens."""
+ORDER, BINDING = "order", "binding"
+"""The controls: the answer's tokens in reverse order; the answers of other cues."""
 
 
 @dataclass(frozen=True)
-class Needle:
-    """Tokens that are hidden in a text: the cue, the answer and the end, in this order.
+class Puzzle:
+    """Statements that are hidden in a text, and the question that ends the text.
 
-    The text ends with the cue and the answer again, and the loss of this last answer is measured.
+    Attributes:
+        statements: The tokens of each statement, in their order in the text.
+        controls: For each control, the statements that stand in the same places.
+        cue: The tokens that ask.
+        answer: The tokens whose loss is measured; they follow the cue at the end of the text.
     """
 
+    statements: list[np.ndarray]
+    controls: dict[str, list[np.ndarray]]
     cue: np.ndarray
     answer: np.ndarray
-    end: np.ndarray
 
 
-DrawNeedle = Callable[[np.random.Generator, np.ndarray | None], Needle]
-"""A function that draws a random needle. Its second argument is the cue to use, or None for a
-random cue. A function whose needles all have the same cue ignores this argument."""
+Draw = Callable[[np.random.Generator], Puzzle | None]
+"""A function that draws a random puzzle, or returns None if the tokenizer allows none."""
+
+
+@dataclass(frozen=True)
+class Cell:
+    """What is asked in texts of one length.
+
+    Attributes:
+        at: Where the result belongs, as in `Row.at`. It has the entry `length`.
+        depth: The place of a single statement: 0 is the start of the text, 1 is just before the
+            question. None draws places in the first half of the text.
+    """
+
+    at: dict[str, Any]
+    draw: Draw
+    depth: float | None = None
+
+
+def pieces(tokenizer: Tokenizer, *texts: str) -> list[np.ndarray]:
+    """Encode the joined texts at once, and return the tokens of each of them.
+
+    Some tokenizers add a space to the start of all that they encode. A token that belongs to two
+    texts counts for the later one.
+    """
+    whole = np.asarray(tokenizer.encode("".join(texts)), np.int64)
+    cuts = []
+    for end in range(1, len(texts)):
+        part = np.asarray(tokenizer.encode("".join(texts[:end])), np.int64)
+        same = part == whole[: len(part)] if len(part) <= len(whole) else np.zeros(1, bool)
+        cuts.append(int(same.argmin()) if not same.all() else len(part))
+    return np.split(whole, np.maximum.accumulate(cuts))
 
 
 def induction(subject: Subject, sample: Sample) -> Measure:
     """Measure how much better d random tokens are predicted when they occur for the second time.
 
-    Each text consists of the d tokens, twice. In the control text, other random tokens replace the
-    first copy. The gain is the loss of the second copy in the control text minus its loss in the
-    text. The first token of the second copy is not scored.
+    Each text consists of the d tokens, twice. In the control text, each block of 8 tokens of the
+    first copy is reversed. The gain is the loss of the second copy in the control text minus its
+    loss in the text. The first token of the second copy is not scored.
     """
-    rng, rows, distance = np.random.default_rng(1), [], 8
+    rng, gains, also = np.random.default_rng(1), {}, {}
+    distance = BLOCK
     while 2 * distance <= sample.longest:
-        count = min(64, max(8, sample.tokens // (4 * distance)))
-        once, other = (sample.random(rng, (count, distance)) for _ in range(2))
+        count = min(64, max(TEXTS, sample.tokens // (4 * distance)))
+        once = sample.random(rng, (count, distance))
+        other = once.reshape(count, -1, BLOCK)[:, :, ::-1].reshape(count, distance)
         twice_nT = subject.losses(np.concatenate((once, once), 1))
         control_nT = subject.losses(np.concatenate((other, once), 1))[:, distance:]
         second_nT, first_nT = twice_nT[:, distance:], twice_nT[:, : distance - 1]
-        also = {"second_minus_first": float((second_nT - first_nT).mean())}
-        gain = mean_of(control_nT - second_nT, np.arange(count))
-        rows.append(Row({"distance": distance}, gain, also))
+        gains[distance] = control_nT - second_nT
+        also[distance] = {"second_minus_first": float((second_nT - first_nT).mean())}
         distance *= 2
-    found = [row for row in rows if _noticeable(row)]
+    rows = []
+    for at, gain in gains.items():
+        found = mean_of(gain, np.arange(len(gain)), comparisons=len(gains))
+        rows.append(
+            Row(
+                {"distance": at}, found, {"found": found.effect(NOTICEABLE, surely=True)} | also[at]
+            )
+        )
+    reached = [row for row in rows if row.also["found"] == "gain"]
     says = "Random tokens are not predicted better when they occur for the second time."
-    if found:
-        best = max(found, key=lambda row: row.estimate.value)
+    if reached:
+        best = max(reached, key=lambda row: row.estimate.value)
         says = (
             f"Repeated random tokens are predicted better up to a distance of "
-            f"{found[-1].at['distance']:,}, most at {best.at['distance']:,}: by "
+            f"{reached[-1].at['distance']:,}, most at {best.at['distance']:,}: by "
             f"{best.estimate.value:.3f} nats."
         )
-    return Measure("induction", "Induction", f"gain, {NATS}", says, rows)
-
-
-def _noticeable(row: Row) -> bool:
-    return row.estimate.low > 0 and row.estimate.value >= NOTICEABLE
+    answer = reached[-1].at["distance"] if reached else 0
+    return Measure("induction", "Induction", f"gain, {NATS}", says, rows, answer)
 
 
 def copying(subject: Subject, sample: Sample) -> Measure:
     """Measure whether the model copies 16 random tokens after a cue of 8 random tokens."""
 
-    def needle(rng: np.random.Generator, cue: np.ndarray | None) -> Needle:
+    def draw(rng: np.random.Generator) -> Puzzle | None:
         tokens = sample.random(rng, (1, 24))[0]
-        return Needle(tokens[:8] if cue is None else cue, tokens[8:], tokens[:0])
+        return with_controls([(tokens[:8], tokens[8:], tokens[:0])], [0], [0])
 
-    return _retrieval(subject, sample, "copy", "Copy of random tokens", needle)
+    return by_depth(subject, sample, "copy", "Copy of random tokens", draw)
 
 
 def passkey(subject: Subject, sample: Sample, tokenizer: Tokenizer) -> Measure:
     """Measure whether the model knows, at the end of a text, five digits that the text contains."""
-    cue, end = (tokenizer.encode(text) for text in ("\nThe pass key is", ". Remember it.\n"))
 
-    def needle(rng: np.random.Generator, _: np.ndarray | None) -> Needle:
-        answer = tokenizer.encode(f" {rng.integers(10_000, 100_000)}")
-        return Needle(*(np.asarray(part, np.int64) for part in (cue, answer, end)))
+    def draw(rng: np.random.Generator) -> Puzzle | None:
+        for _ in range(20):
+            texts = ("\nThe pass key is", f" {rng.integers(10_000, 100_000)}", ". Remember it.\n")
+            cue, answer, end = pieces(tokenizer, *texts)
+            if (answer != answer[::-1]).any():
+                return with_controls([(cue, answer, end)], [0], [0])
+        return None
 
-    return _retrieval(subject, sample, "passkey", "Passkey", needle)
-
-
-def _retrieval(
-    subject: Subject, sample: Sample, name: str, title: str, draw: DrawNeedle
-) -> Measure:
-    """Hide a needle in texts, and measure how much the needle lowers the loss of its answer.
-
-    A needle is a cue with an answer. Each text ends with the cue and the answer again, and only
-    this last answer is scored. The control text hides a needle with the same cue and another
-    answer. The gain is the loss in the control text minus the loss in the text.
-    """
-    middle = sample.lengths[len(sample.lengths) // 2]
-    rows = []
-    for length in dict.fromkeys((sample.lengths[0], middle, sample.longest)):
-        for depth in DEPTHS:
-            row = _cell(subject, sample, length, depth, draw)
-            rows += [row] if row else []
-    found = [row for row in rows if _noticeable(row)]
-    says = f"{title}: no answer is predicted better because it occurs in the text."
-    if found:
-        longest, best = found[-1].at["length"], max(found, key=lambda row: row.estimate.value)
-        before, after = told_apart(best.also["control_probability"], best.also["probability"])
-        says = (
-            f"{title}: the answer in the text helps in {len(found)} of {len(rows)} cells, up to "
-            f"length {longest:,}; most at length {best.at['length']:,} and depth "
-            f"{best.at['depth']:g}, by {best.estimate.value:.3f} nats (the probability of a token "
-            f"goes from {before} to {after})."
-        )
-    return Measure(name, title, f"gain, {NATS}", says, rows)
+    return by_depth(subject, sample, "passkey", "Passkey", draw)
 
 
-def _cell(
-    subject: Subject, sample: Sample, length: int, depth: float, draw: DrawNeedle
-) -> Row | None:
-    """Return the gain for texts of `length` tokens with the needle at `depth` (see `_retrieval`).
-
-    Return None if the inserted tokens would fill more than half of a text.
-    """
-    rng, count = np.random.default_rng(2), max(8, sample.tokens // (4 * length))
-    spread = np.unique(np.linspace(0, len(sample.documents) - 1, count).astype(int))
-    texts, documents = sample.sequences_nT[spread, : length + 1], sample.documents[spread]
-    present, control, answers = [], [], []
-    for text in texts:
-        hidden = draw(rng, None)
-        other = draw(rng, hidden.cue)
-        question = np.concatenate((hidden.cue, hidden.answer))
-        if 2 * (len(question) + max(map(_size, (hidden, other)))) > length:
-            return None
-        present.append(_with_needle(text, hidden, depth, question))
-        control.append(_with_needle(text, other, depth, question))
-        answers.append(len(hidden.answer))
-    losses, without = (
-        np.array([row[-n:].mean() for row, n in zip(found, answers, strict=True)])
-        for found in (subject.losses(np.stack(each)) for each in (present, control))
-    )
-    gain = estimate(without - losses, np.ones(len(texts)), documents)
-    return Row(
-        {"length": length, "depth": depth},
-        gain,
-        {
-            "probability": float(np.exp(-losses).mean()),
-            "control_probability": float(np.exp(-without).mean()),
-        },
-    )
+Fact = tuple[np.ndarray, np.ndarray, np.ndarray]
+"""The tokens of a cue, of its answer, and of the end of the statement."""
 
 
-def _size(needle: Needle) -> int:
-    return len(needle.cue) + len(needle.answer) + len(needle.end)
-
-
-def _with_needle(
-    text: np.ndarray, needle: Needle, depth: float, question: np.ndarray
-) -> np.ndarray:
-    """Return the text with the needle inserted and the question at the end.
-
-    The last tokens of `text` are left out, so that the result is as long as `text`.
+def with_controls(facts: list[Fact], others: list[int], asked: list[int]) -> Puzzle:
+    """Return the puzzle that hides `facts` and asks for the answers of some of them.
 
     Args:
-        depth: The place of the needle: 0 is the start of the text, 1 is just before the question.
+        others: For each fact, the number of the fact whose answer it gets in the control `binding`.
+            If no answer moves, this control is left out.
+        asked: The numbers of the facts that are asked for, one after the other.
     """
-    room = len(text) - _size(needle) - len(question)
-    split = round(depth * room)
-    parts = (text[:split], needle.cue, needle.answer, needle.end, text[split:room], question)
-    return np.concatenate(parts)
+    statements = [np.concatenate(fact) for fact in facts]
+    controls = {}
+    if any((facts[number][1] != facts[number][1][::-1]).any() for number in asked):
+        controls[ORDER] = [
+            np.concatenate((cue, answer[::-1] if number in asked else answer, end))
+            for number, (cue, answer, end) in enumerate(facts)
+        ]
+    if others != [*range(len(facts))]:
+        controls[BINDING] = [
+            np.concatenate((cue, facts[other][1], end))
+            for (cue, _, end), other in zip(facts, others, strict=True)
+        ]
+    question = np.concatenate([statements[number] for number in asked])
+    start, rest = len(facts[asked[0]][0]), len(question) - len(facts[asked[-1]][2])
+    return Puzzle(statements, controls, question[:start], question[start:rest])
+
+
+def by_depth(subject: Subject, sample: Sample, name: str, title: str, draw: Draw) -> Measure:
+    """Hide one statement at each of `DEPTHS` in texts of a short, a middle and the longest length.
+
+    A place counts as found if the model gains over every control.
+    """
+    lengths = (sample.lengths[0], sample.lengths[len(sample.lengths) // 2], sample.longest)
+    cells = [
+        Cell({"length": length, "depth": depth}, draw, depth)
+        for length in dict.fromkeys(lengths)
+        for depth in DEPTHS
+    ]
+    rows = ask(subject, sample, cells)
+    found, asked = found_cells(rows), {(row.at["length"], row.at["depth"]) for row in rows}
+    says = f"{title}: no answer is predicted better because it occurs in the text."
+    if found:
+        best = max(found, key=lambda row: row.estimate.value)
+        before, after = told_apart(best.also["control_probability"], best.also["probability"])
+        says = (
+            f"{title}: the answer in the text helps in {len(found)} of {len(asked)} cells, up to "
+            f"length {max(row.at['length'] for row in found):,}; most at length "
+            f"{best.at['length']:,} and depth {best.at['depth']:g}, by {best.estimate.value:.3f} "
+            f"nats (the probability of a token goes from {before} to {after})."
+        )
+    answer = [[row.at["length"], row.at["depth"]] for row in found]
+    return Measure(name, title, f"gain, {NATS}", says, rows, answer)
+
+
+def found_cells(rows: list[Row]) -> list[Row]:
+    """Return the row with the smallest gain of each cell in which all rows are gains."""
+    cells: dict[tuple, list[Row]] = {}
+    for row in rows:
+        cells.setdefault(tuple(v for k, v in row.at.items() if k != "control"), []).append(row)
+    return [
+        min(of_cell, key=lambda row: row.estimate.value)
+        for of_cell in cells.values()
+        if all(row.also["found"] == "gain" for row in of_cell)
+    ]
+
+
+def ask(subject: Subject, sample: Sample, cells: list[Cell]) -> list[Row]:
+    """Return a row for each cell and control. A cell whose texts are too short has no rows."""
+    asked = [(cell, *_losses(subject, sample, cell, seed)) for seed, cell in zip(numbers(2), cells)]
+    total, rows = sum(len(controls) for _, _, controls, _ in asked), []
+    for cell, losses, controls, documents in asked:
+        for control, without in controls.items():
+            gain = without - losses
+            found = estimate(gain, np.ones(len(gain)), documents, comparisons=total)
+            also = {
+                "found": found.effect(NOTICEABLE, surely=True),
+                "probability": float(np.exp(-losses).mean()),
+                "control_probability": float(np.exp(-without).mean()),
+            }
+            rows.append(Row(cell.at | {"control": control}, found, also))
+    return rows
+
+
+def _losses(
+    subject: Subject, sample: Sample, cell: Cell, seed: int
+) -> tuple[np.ndarray, dict[str, np.ndarray], np.ndarray]:
+    """Return the mean loss of each text's answer, the same in each control, and the documents."""
+    rng, length = np.random.default_rng(seed), cell.at["length"]
+    count = max(TEXTS, sample.tokens // (4 * length))
+    spread = np.unique(np.linspace(0, len(sample.documents) - 1, count).astype(int))
+    texts: dict[str, list[np.ndarray]] = {}
+    sizes = []
+    for text in sample.sequences_nT[spread, : length + 1]:
+        puzzle = cell.draw(rng)
+        if puzzle is None or 2 * _size(puzzle) > length:
+            return np.zeros(0), {}, spread
+        depths = [cell.depth] if cell.depth is not None else _places(rng, puzzle)
+        for name, statements in ({"": puzzle.statements} | puzzle.controls).items():
+            texts.setdefault(name, []).append(_with_statements(text, statements, depths, puzzle))
+        sizes.append(len(puzzle.answer))
+    losses = {
+        name: np.array([row[-n:].mean() for row, n in zip(found, sizes, strict=True)])
+        for name, each in texts.items()
+        if len(each) == len(spread)
+        for found in [subject.losses(np.stack(each))]
+    }
+    return losses.pop(""), losses, sample.documents[spread]
+
+
+def _places(rng: np.random.Generator, puzzle: Puzzle) -> list[float]:
+    return sorted(rng.random(len(puzzle.statements)) / 2)
+
+
+def _size(puzzle: Puzzle) -> int:
+    return sum(map(len, puzzle.statements)) + len(puzzle.cue) + len(puzzle.answer)
+
+
+def _with_statements(
+    text: np.ndarray, statements: list[np.ndarray], depths: list[float], puzzle: Puzzle
+) -> np.ndarray:
+    """Return the text with the statements inserted and the question at the end.
+
+    The last tokens of `text` are left out, so that the result is as long as `text`.
+    """
+    room = len(text) - sum(map(len, statements)) - len(puzzle.cue) - len(puzzle.answer)
+    splits = np.split(text[:room], [round(depth * room) for depth in depths])
+    parts = zip(splits, [*statements, puzzle.cue], strict=True)
+    return np.concatenate([*(part for pair in parts for part in pair), puzzle.answer])

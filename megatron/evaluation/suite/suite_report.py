@@ -47,13 +47,14 @@ def write_report(report: Report, folder: Path, train_length: int) -> None:
             table = csv_of([row.flat() | report.about for row in measure.rows])
             write_bytes(folder / f"{measure.name}.csv", table)
             parts.append(_table(measure))
-        if len(measure.rows) > 2:
+        if measure.drawn and len(measure.rows) > 2:
             picture = f"{measure.name}.png"
             write_bytes(folder / picture, _picture(measure, train_length))
             parts.append(f"![{measure.title}]({picture})")
     parts.append(
         f"Intervals have a level of {LEVEL:.0f}%, by bootstrap over documents (or, for induction, "
-        "over random sequences)."
+        "over random sequences). Those of differences from the best context, of induction, copy, "
+        "passkey and RULER's questions hold together, for all rows of their table."
     )
     write_text(folder / PAGE, "\n\n".join(parts) + "\n")
     content = {"title": report.title, "verdict": report.verdict, "facts": report.facts}
@@ -61,6 +62,7 @@ def write_report(report: Report, folder: Path, train_length: int) -> None:
         measure.name: {
             "unit": measure.unit,
             "says": measure.says,
+            "answer": measure.answer,
             "rows": [
                 {key: _json(value) for key, value in row.flat().items()} for row in measure.rows
             ],
@@ -118,5 +120,5 @@ def _picture(measure: Measure, train_length: int) -> bytes:
     mark_training_length(axes, train_length)
     axes.set(xlabel=f"{label} (tokens)", ylabel=measure.unit, title=measure.title)
     axes.grid(alpha=0.3)
-    axes.legend(frameon=False)
+    axes.legend(frameon=False, fontsize="x-small", ncols=1 + len(axes.containers) // 12)
     return figure_png(figure)

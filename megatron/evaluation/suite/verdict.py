@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from megatron.evaluation.suite.context import MARGIN, field_of
 from megatron.evaluation.suite.measure import Measure
 from megatron.readable_numbers import told_apart
 
@@ -10,27 +9,41 @@ from megatron.readable_numbers import told_apart
 def verdict(measures: list[Measure]) -> list[str]:
     """Return sentences that sum up the measures of one model.
 
-    The first sentence says how much context the model uses. This is the shortest context with
-    loss <= (1 + MARGIN) * lowest loss.
+    The first sentence says how much context the model uses, the second what far text does.
     """
     found = {measure.name: measure for measure in measures}
-    rows = found["receptive_field"].rows
-    longest = rows[-1].at["context"]
-    field, best = field_of(rows)
-    within = f"{MARGIN:.0%} of the loss"
+    field, rows = found["receptive_field"].answer, found["receptive_field"].rows
+    longest, seen = rows[-1].at["context"], "no longer context is clearly better"
     if field == 1:
-        lines = [f"No context is used: all tokens but the last are worth less than {within}."]
+        lines = [f"No context is used beyond the last token: {seen}."]
     elif field == longest:
         lines = [f"The context is used up to {longest:,} tokens, the longest measured."]
     else:
-        lines = [f"No context beyond {field:,} tokens is used: it is worth less than {within}."]
-    gain = next(row.also for row in rows if row.at["context"] == best)
-    harm = -gain["more_than_full"]
-    if harm > MARGIN * rows[-1].estimate.value and gain["more_high"] < 0:
-        text = f"Context beyond {best:,} tokens does harm: with {longest:,}, the loss is "
-        lines.append(f"{text}{told_apart(harm)[0]} nats higher.")
-    swap = found["far_swap"].rows
-    if swap and swap[0].estimate.excludes_zero and field <= swap[0].at["kept"]:
-        lines.append(f"Small, but not nothing: {found['far_swap'].says}")
-    lines += [found[name].says for name in ("induction", "copy", "passkey") if found[name].rows]
+        lines = [f"The context is used up to {field:,} tokens: {seen}."]
+    harm = rows[-1].also
+    if harm["worse"] == "yes":
+        best = min(rows, key=lambda row: row.estimate.value).at["context"]
+        nats = told_apart(harm["more_than_best"])[0]
+        text = f"Context beyond {best:,} tokens harms: with {longest:,}, the loss is "
+        lines.append(f"{text}{nats} nats higher.")
+    if found["windowed_twin"].rows:
+        lines.append(f"Far text: {far_text(found)}.")
+        names = ("exact_context", "windowed_twin", "far_swap", "pointer")
+        lines += [found[name].says for name in names if found[name].rows]
+    lines += [found[name].says for name in ("induction", "copy", "passkey", "ruler", "heads")
+              if name in found and found[name].rows]  # fmt: skip
     return lines
+
+
+def far_text(found: dict[str, Measure]) -> str:
+    """Return what text beyond the training length does: it helps, harms, does nothing or unclear.
+
+    Args:
+        found: The measures by name. `exact_context` and `windowed_twin` tell; if they contradict
+            each other, the answer is "unclear".
+    """
+    told = {found[name].answer for name in ("exact_context", "windowed_twin")}
+    sure = told & {"helps", "harms"}
+    if len(sure) == 1:
+        return sure.pop()
+    return "nothing" if told == {"nothing"} else "unclear"

@@ -1,0 +1,118 @@
+"""Describe the attention of each head: mass on the first token, entropy, attention by distance.
+
+For the last queries i of each sequence, with p_ij the attention of query i to key j:
+
+    first   = mean_i p_i0 + (1 - sum_j p_ij)      the second term is the mass of a sink's null key
+    entropy = mean_i -sum_j p_ij ln p_ij          [nats]
+
+A head is collapsed if it puts more than `COLLAPSED` of its attention on the first token and the
+null key: there it finds the same at each query, so it says nothing about the text.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from itertools import count
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from megatron.attention.call import Call
+from megatron.attention.choice import computed, named
+from megatron.engine.training.batches import on_device
+from megatron.evaluation.suite.intervals import mean_of
+from megatron.evaluation.suite.measure import Measure, Row, Sample, Subject
+from megatron.model.block import SelfAttention
+
+COLLAPSED = 0.9
+SEQUENCES, LONGEST, QUERIES = 8, 4096, 128
+"""The most sequences, tokens of a sequence, and queries (the last ones) that are read."""
+
+
+def heads(subject: Subject, sample: Sample) -> list[Measure]:
+    """Measure the attention of all heads: a measure of all, and one with a picture for each layer.
+
+    The list is empty if the model has no attention layers of this project.
+    """
+    layers = [each for each in subject.model.modules() if isinstance(each, SelfAttention)]
+    if not layers:
+        return []
+    spread = np.linspace(0, len(sample.documents) - 1, SEQUENCES).astype(int)
+    chosen = np.unique(spread)
+    found: list[list[Tensor]] = [[] for _ in layers]
+    for tokens in sample.sequences_nT[chosen, : min(sample.longest, LONGEST)]:
+        with _watched(layers, found), torch.no_grad():
+            subject.model(on_device(tokens[None], subject.groups.device))
+    by_layer = [torch.stack(each).cpu().numpy() for each in found]  # [sequences, heads, numbers]
+    documents = sample.documents[chosen]
+    return [_summary(by_layer, documents), *map(partial(_layer, documents), by_layer, count())]
+
+
+def _summary(by_layer: list[np.ndarray], documents: np.ndarray) -> Measure:
+    rows = []
+    for layer, numbers_nHX in enumerate(by_layer):
+        for head, numbers_nX in enumerate(numbers_nHX.swapaxes(0, 1)):
+            first = mean_of(numbers_nX[:, :1], documents)
+            collapsed = "yes" if first.value > COLLAPSED else "no"
+            also = {"entropy": float(numbers_nX[:, 1].mean()), "collapsed": collapsed}
+            rows.append(Row({"layer": layer, "head": head}, first, also))
+    share = sum(row.also["collapsed"] == "yes" for row in rows) / len(rows)
+    says = (
+        f"{share:.0%} of the {len(rows)} heads are collapsed: more than {COLLAPSED:.0%} of their "
+        f"attention is on the first token or a null key."
+    )
+    title, unit = "Attention on the first token", "share of the attention"
+    return Measure("heads", title, unit, says, rows, share, drawn=False)
+
+
+def _layer(documents: np.ndarray, numbers_nHX: np.ndarray, layer: int) -> Measure:
+    """Return the attention of one layer's heads by the number of tokens back, 1 for the query's."""
+    rows = [
+        Row({"tokens_back": 2**place, "head": head}, mean_of(mass_nD[:, [place]], documents))
+        for head, mass_nD in enumerate(numbers_nHX[:, :, 2:].swapaxes(0, 1))
+        for place in range(mass_nD.shape[1])
+    ]
+    says = "Each bin reaches to the next one's start."
+    title, unit = f"Attention by distance, layer {layer}", "share of the attention"
+    return Measure(f"heads_layer{layer}", title, unit, says, rows)
+
+
+@contextmanager
+def _watched(layers: list[SelfAttention], found: list[list[Tensor]]) -> Iterator[None]:
+    """Within the `with` block, add the numbers of each head to `found`, [heads, 2 + bins]."""
+    before = [layer.attend for layer in layers]
+    for layer, attend, numbers in zip(layers, before, found, strict=True):
+        vars(layer)["attend"] = partial(_watch, attend, numbers)
+    try:
+        yield
+    finally:
+        for layer, attend in zip(layers, before, strict=True):
+            vars(layer)["attend"] = attend
+
+
+def _watch(
+    attend: Callable[..., Tensor], numbers: list[Tensor], q_BHTE: Tensor, k_BKSE: Tensor,
+    v_BKSE: Tensor, pos: Any, theta_HN: Tensor | None = None, **given: Any,
+) -> Tensor:  # fmt: skip
+    """Call `attend`, and add the numbers of its heads to `numbers`. The batch has one sequence."""
+    size = k_BKSE.shape[2]
+    start = max(0, size - QUERIES)
+    # Attention to values that are the unit vectors gives the probabilities themselves.
+    eye_BKSS = torch.eye(size, device=q_BHTE.device).expand(1, k_BKSE.shape[1], size, size)
+    positions_BT = given.get("positions_BT")
+    last = given | {"query_offset": start, "dropout_p": 0.0}
+    last["positions_BT"] = None if positions_BT is None else positions_BT[:, start:]
+    call = Call(q_BHTE[:, :, start:].float(), k_BKSE.float(), eye_BKSS, pos, theta_HN, **last)
+    p_HTS = computed(named("eager", pos), call)[0]
+    entropy_H = torch.special.entr(p_HTS).sum(-1).mean(-1)
+    first_H = (p_HTS[..., 0] + 1 - p_HTS.sum(-1)).mean(-1)
+    keys_S = torch.arange(size, device=p_HTS.device)
+    back_TS = (torch.arange(start, size, device=p_HTS.device)[:, None] - keys_S + 1).clamp(min=1)
+    bin_TS = back_TS.double().log2().floor()
+    mass = [(p_HTS * (bin_TS == place)).sum(-1).mean(-1) for place in range(size.bit_length())]
+    numbers.append(torch.stack((first_H, entropy_H, *mass), -1).double())
+    return attend(q_BHTE, k_BKSE, v_BKSE, pos, theta_HN, **given)

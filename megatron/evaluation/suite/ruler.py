@@ -1,0 +1,110 @@
+"""Ask RULER's questions (arXiv 2404.06654) of a base model, by the loss of the right answers.
+
+The haystack is the suite's text, the statements are short and stand in its first half:
+
+| task | statements | question |
+|---|---|---|
+| keys | four keys with a number each | the number of one key |
+| values | two keys with two numbers each | both numbers of one key |
+| tracking | two chains: a = 12345, b = a, c = b | the number of c |
+| words | two words four times each, two words once each | the two common words |
+
+RULER's single needle is `recall.passkey`. In the control `binding`, the other keys, chain or words
+have the answers. In the control `order`, the answer's tokens stand in reverse order.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+import numpy as np
+
+from megatron.data.tokenizers.base import Tokenizer
+from megatron.evaluation.suite.measure import Measure, Sample, Subject
+from megatron.evaluation.suite.recall import (
+    BINDING,
+    NATS,
+    Cell,
+    Fact,
+    Puzzle,
+    ask,
+    found_cells,
+    pieces,
+    with_controls,
+)
+
+SHORTEST = 256
+"""The shortest texts, in tokens, in which the questions are asked."""
+WORDS = (
+    "apple", "bread", "cloud", "drum", "fence", "glass", "horse", "island", "jacket", "kettle",
+    "lemon", "mirror", "needle", "ocean", "pencil", "river",
+)  # fmt: skip
+
+
+def ruler(subject: Subject, sample: Sample, tokenizer: Tokenizer) -> Measure:
+    """Measure whether the model answers RULER's questions, in texts of two lengths.
+
+    The lengths are the shortest from `SHORTEST` tokens on, and the longest.
+    """
+    lengths = [length for length in sample.lengths if length >= SHORTEST]
+    cells = [
+        Cell({"length": length, "task": name}, partial(draw, tokenizer))
+        for length in dict.fromkeys([*lengths[:1], *lengths[-1:]])
+        for name, draw in TASKS.items()
+    ]
+    rows = ask(subject, sample, cells)
+    answer = dict.fromkeys(TASKS, 0)
+    for row in found_cells(rows):
+        answer[row.at["task"]] = row.at["length"]
+    found = ", ".join(
+        f"{name} up to {length:,} tokens" for name, length in answer.items() if length
+    )
+    says = f"RULER's questions: answers are found for {found}." if found else (
+        "RULER's questions: no answer is found." if rows else
+        f"RULER's questions: not asked, no text has {SHORTEST:,} tokens and room for them."
+    )  # fmt: skip
+    return Measure("ruler", "RULER's questions", f"gain, {NATS}", says, rows, answer)
+
+
+def _keys(tokenizer: Tokenizer, rng: np.random.Generator) -> Puzzle:
+    facts = [_set(tokenizer, word, _number(rng)) for word in rng.choice(WORDS, 4, replace=False)]
+    return with_controls(facts, [1, 2, 3, 0], [int(rng.integers(4))])
+
+
+def _values(tokenizer: Tokenizer, rng: np.random.Generator) -> Puzzle:
+    first, second = rng.choice(WORDS, 2, replace=False)
+    facts = [_set(tokenizer, word, _number(rng)) for word in (first, second, first, second)]
+    return with_controls(facts, [1, 0, 3, 2], [0, 2] if rng.random() < 0.5 else [1, 3])
+
+
+def _tracking(tokenizer: Tokenizer, rng: np.random.Generator) -> Puzzle:
+    """Return two chains of three variables whose statements alternate; one chain is asked for."""
+    chains = rng.choice(WORDS, (2, 3), replace=False)
+    facts = [_set(tokenizer, chain[0], _number(rng)) for chain in chains]
+    facts += [_set(tokenizer, chain[i], chain[i - 1]) for i in (1, 2) for chain in chains]
+    asked = int(rng.integers(2))
+    found = with_controls(facts, [1, 0, 2, 3, 4, 5], [asked])
+    cue = pieces(tokenizer, f"\n{chains[asked, 2]} ->", " 1")[0]
+    return Puzzle(found.statements, found.controls, cue, found.answer)
+
+
+def _words(tokenizer: Tokenizer, rng: np.random.Generator) -> Puzzle:
+    parts = [
+        pieces(tokenizer, "\n-", f" {word}", "\n") for word in rng.choice(WORDS, 4, replace=False)
+    ]
+    words, order = [*map(np.concatenate, parts)], rng.permutation([0, 1] * 4 + [2, 3])
+    statements, others = ([words[i ^ flip] for i in order] for flip in (0, 2))
+    answer = np.concatenate([*parts[0][1:], *parts[1][:2]])
+    return Puzzle(statements, {BINDING: others}, parts[0][0], answer)
+
+
+def _number(rng: np.random.Generator) -> str:
+    return str(rng.integers(10_000, 100_000))
+
+
+def _set(tokenizer: Tokenizer, name: str, value: str) -> Fact:
+    cue, answer, end = pieces(tokenizer, f"\n{name} =", f" {value}", "\n")
+    return cue, answer, end
+
+
+TASKS = {"keys": _keys, "values": _values, "tracking": _tracking, "words": _words}

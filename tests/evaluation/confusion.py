@@ -1,0 +1,109 @@
+"""Compare the suite's answers about planted models with the expected ones; write a table.
+
+    python -m tests.evaluation.confusion --seeds 0 1 --out docs/results/suite_planted.csv
+
+Each seed draws another language, other documents and other random weights. The table has a line for
+each model, seed and question.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from megatron.evaluation.suite.all_measures import measure_with_progress
+from megatron.evaluation.suite.measure import Measure
+from megatron.evaluation.suite.verdict import far_text
+from tests.evaluation.planted import EXPECTED, NAMES, Ascii, Language, subject_of
+
+TOKENS = 8192
+"""The tokens that each result reads, as `eval_suite_tokens` gives them."""
+
+
+def answers(measures: list[Measure]) -> dict[str, Any]:
+    """Return what the suite answers: for each field of `Expected` that it knows, a value."""
+    found = {measure.name: measure for measure in measures}
+    given = {
+        "context": found["receptive_field"].answer,
+        "far": far_text(found),
+        "matters": {"yes": True, "no": False}.get(found["far_swap"].answer, "unclear"),
+        "induction": found["induction"].answer,
+    }
+    for name in ("copy", "passkey"):
+        given[name] = frozenset(map(tuple, found[name].answer))
+    return given | found["ruler"].answer
+
+
+def is_right(expected: Any, answer: Any) -> bool:
+    return answer in expected if isinstance(expected, tuple) else answer == expected
+
+
+def shown(value: Any) -> str:
+    if isinstance(value, tuple):
+        return " or ".join(map(str, value))
+    if isinstance(value, frozenset):
+        cells = sorted(value)
+        return " ".join(f"{length}@{depth:g}" for length, depth in cells) or "nowhere"
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    return str(value)
+
+
+def rows_of(name: str, seed: int, tokens: int = TOKENS) -> list[dict[str, Any]]:
+    """Measure one planted model, and return a row for each question."""
+    language = Language(seed)
+    sample = language.sample(tokens)
+    measures = measure_with_progress(subject_of(name, language, seed), sample, Ascii())
+    given, rows = answers(measures), []
+    for question, expected in asdict(EXPECTED[name]).items():
+        if question in given:
+            answer = given[question]
+            row = {"expected": shown(expected), "answer": shown(answer)}
+            row["right"] = shown(is_right(expected, answer))
+            rows.append({"model": name, "seed": seed, "question": question} | row)
+    return rows
+
+
+def table(rows: Sequence[Mapping[str, Any]]) -> str:
+    """Return the answers as a table of Markdown: models by questions, over all seeds."""
+    questions = list(dict.fromkeys(row["question"] for row in rows))
+    lines = ["| model | " + " | ".join(questions) + " |", "|---|" + "---|" * len(questions)]
+    for name in dict.fromkeys(row["model"] for row in rows):
+        cells = []
+        for question in questions:
+            given = [r["answer"] for r in rows if (r["model"], r["question"]) == (name, question)]
+            if question in ("copy", "passkey"):
+                given = [str(each.count("@")) for each in given]
+            cells.append(" or ".join(sorted(set(given), key=lambda text: (len(text), text))))
+        lines.append(f"| {name} | " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--seeds", type=int, nargs="+", required=True)
+    parser.add_argument("--models", nargs="+", default=NAMES, choices=NAMES)
+    parser.add_argument("--tokens", type=int, default=TOKENS)
+    parser.add_argument("--out", type=Path, required=True)
+    args = parser.parse_args()
+    rows = []
+    for seed in args.seeds:
+        for name in args.models:
+            rows += rows_of(name, seed, args.tokens)
+    with args.out.open("w", newline="") as file:
+        writer = csv.DictWriter(file, rows[0], lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(rows)
+    print(table(rows))
+    wrong = [row for row in rows if row["right"] == "no"]
+    for row in wrong:
+        print("wrong:", *row.values(), sep="  ")
+    print(f"{len(rows) - len(wrong)} of {len(rows)} answers are right")
+
+
+if __name__ == "__main__":
+    main()
