@@ -44,6 +44,16 @@ VARIANTS = {
     "llama": {"pos": "rotary", "tied": False, "block": LLAMA},
     "llama, two key heads": {"pos": "rotary", "block": LLAMA | {"num_kv_heads": 2}},
     "llama, q and k normed": {"pos": "rotary", "block": LLAMA | {"qk_norm": True}},
+    "shared norms of q and k": {
+        "pos": "rotary",
+        "block": LLAMA | {"qk_norm": True, "qk_norm_kind": "shared", "head_dim": 6},
+    },
+    "joined norms of q and k": {
+        "block": LLAMA | {"qk_norm": True, "qk_norm_kind": "joined", "output_norms": True}
+    },
+    "gpt_j_tied": {"gpt_j": True, "block": {"gpt_j_tied": True, "qkv_bias": True}},
+    "output bias": {"tied": False, "output_bias": True},
+    "output bias, cut by inputs": {"tied": False, "row": True, "output_bias": True},
     "layernorm of q and k": {"block": {"qk_norm": True}},
     "output gate": {"block": {"output_gate": True}},
     "scalenorm of q and k": {"block": {"qk_norm": True, "norm": "scalenorm"}},
@@ -72,13 +82,14 @@ def build(tp, dropout=0.0, cp=ALONE, **changes):
     values |= {"attention_dropout": dropout, "hidden_dropout": dropout} | v.get("block", {})
     block = BlockShape(**values)
     rows = v.get("rows", 16)
-    shape = GPTShape(2, 32, block, rows, tie_weights=v["tied"], row_parallel_output=v["row"])
+    output = {"row_parallel_output": v["row"], "output_bias": v.get("output_bias", False)}
+    shape = GPTShape(2, 32, block, rows, tie_weights=v["tied"], **output)
     attend = choose("eager", pos, device_type="cpu", dtype=torch.float64)
     z_loss = v.get("z_loss", 0.0)
     model = GPT(Plan(shape, pos, attend, 1, tp=tp or ALONE, cp=cp, z_loss=z_loss)).double()
     with torch.no_grad():
         for name, param in model.named_parameters():
-            if name.endswith("bias") or "qk_layernorm" in name:
+            if name.endswith("bias") or "attention" in name and "norm" in name:
                 whole = torch.linspace(-0.3, 0.4, param.numel() * getattr(param, "shard_count", 1))
                 param.copy_(local_slice(param, whole))
     return model
