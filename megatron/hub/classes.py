@@ -1,19 +1,14 @@
 """List transformers' classes that compute what a model of ours computes.
 
-| transformers | here |
-|---|---|
-| GPTNeoX | `layernorm`, no gate in the MLP |
-| Llama | `rmsnorm` with epsilon inside the root (`rmsnorm_fusion: true`), a gate in the MLP |
-| Mistral | the same with a sliding window, without biases |
-
-All three have rotary embeddings. The module `weights` converts their weights, and the module
-`config_keys` translates the entries of their config.json.
+Each class is one table: the names of its modules, the names of its config.json's entries, and the
+config keys that have the same value in all of its models. The module `weights` converts the
+weights, and the module `config_keys` translates the entries of config.json.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from megatron.engine.errors import HubError
@@ -24,6 +19,19 @@ _PLAIN |= dict.fromkeys(TANH, "gelu")
 _GATES = {"silu": "swiglu", "gelu": "geglu", "relu": "reglu", "sigmoid": "glu"}
 _GATES |= {"linear": "bilinear", "swish": "swiglu"}
 _COMMON = {"tie_word_embeddings": False, "attention_dropout": 0.0, "rope_theta": 10000.0}
+_ENTRIES = {
+    "num_layers": "num_hidden_layers",
+    "hidden_size": "hidden_size",
+    "num_attention_heads": "num_attention_heads",
+    "seq_length": "max_position_embeddings",
+    "activation": "hidden_act",
+    "intermediate_size": "intermediate_size",
+    "attention_dropout": "attention_dropout",
+    "make_vocab_size_divisible_by": "vocab_size",
+}
+_RMSNORM = {"norm": "rmsnorm", "rmsnorm_fusion": True}
+_GROUPED = _ENTRIES | {"num_kv_heads": "num_key_value_heads"}
+_LAYERNORM = {"layernorm_epsilon": "layer_norm_eps"}
 
 
 @dataclass(frozen=True)
@@ -34,10 +42,18 @@ class HubClass:
         name: The name of the class, as in the entry `architectures` of config.json.
         model_type: The value of `model_type` in config.json.
         activations: Maps values of `hidden_act` to values of our `activation`.
-        defaults: The values of entries that a config.json may leave out.
+        defaults: The values of entries that a config.json may leave out. A class whose heads may
+            rotate in part has `partial_rotary_factor` or `rotary_dim`, and one whose heads may have
+            any size has `head_dim`.
         modules: Maps names of our modules to the names of their equivalents in transformers. A
             module that has the same name in transformers is left out.
         layers: The prefix of the names of the layers in transformers.
+        keys: The config keys of ours that have the same value in every model of the class.
+        entries: Maps config keys of ours to the entries of config.json that have their values.
+        only: Maps entries of config.json to the only value that can be imported, or to the name of
+            the entry that has this value.
+        transposed: Whether the matrices of the layers are stored transposed, and those of queries,
+            keys and values as one, one after the other.
     """
 
     name: str
@@ -46,6 +62,10 @@ class HubClass:
     defaults: dict[str, Any]
     modules: Mapping[str, tuple[str, ...]]
     layers: str
+    keys: Mapping[str, Any]
+    entries: Mapping[str, str]
+    only: Mapping[str, Any] = field(default_factory=dict)
+    transposed: bool = False
 
 
 NEOX = HubClass(
@@ -54,13 +74,19 @@ NEOX = HubClass(
     _PLAIN,
     _COMMON
     | {"hidden_act": "gelu", "layer_norm_eps": 1e-5, "hidden_dropout": 0.0, "attention_bias": True}
-    | {"use_parallel_residual": True, "max_position_embeddings": 2048},
+    | {"use_parallel_residual": True, "max_position_embeddings": 2048}
+    | {"partial_rotary_factor": 0.25},
     {
         "embedding.word_embeddings": ("gpt_neox.embed_in",),
         "final_norm": ("gpt_neox.final_layer_norm",),
         "output": ("embed_out",),  # transformers 5 reads and writes this name, too
     },
     "gpt_neox.layers.",
+    {"norm": "layernorm"},
+    _ENTRIES
+    | _LAYERNORM
+    | {"hidden_dropout": "hidden_dropout", "use_bias_in_attn_linear": "attention_bias"}
+    | {"gpt_j_residual": "use_parallel_residual"},
 )
 LLAMA = HubClass(
     "LlamaForCausalLM",
@@ -68,27 +94,45 @@ LLAMA = HubClass(
     _GATES,
     _COMMON
     | {"hidden_act": "silu", "rms_norm_eps": 1e-6, "num_key_value_heads": None}
-    | {"attention_bias": False, "mlp_bias": False, "sliding_window": None}
+    | {"attention_bias": False, "mlp_bias": False, "sliding_window": None, "head_dim": None}
     | {"max_position_embeddings": 2048},
     {
         "embedding.word_embeddings": ("model.embed_tokens",),
         "attention.query_key_value": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+        "attention.query_norm": ("self_attn.q_norm",),
+        "attention.key_norm": ("self_attn.k_norm",),
         "attention.dense": ("self_attn.o_proj",),
         "mlp.dense_h_to_4h": ("mlp.up_proj", "mlp.gate_proj"),
         "mlp.dense_4h_to_h": ("mlp.down_proj",),
+        "post_mlp_layernorm": ("post_feedforward_layernorm",),
         "final_norm": ("model.norm",),
         "output": ("lm_head",),
     },
     "model.layers.",
+    _RMSNORM,
+    _GROUPED
+    | {"rms_norm_epsilon": "rms_norm_eps", "use_bias_in_attn_linear": "attention_bias"}
+    | {"use_bias_in_mlp": "mlp_bias"},
 )
+_NO_BIASES = _RMSNORM | {"use_bias_in_attn_linear": False, "use_bias_in_mlp": False}
 MISTRAL = replace(
     LLAMA,
     name="MistralForCausalLM",
     model_type="mistral",
     defaults=LLAMA.defaults
     | {"num_key_value_heads": 8, "sliding_window": 4096, "max_position_embeddings": 131072},
+    keys=_NO_BIASES,
+    entries=_GROUPED | {"rms_norm_epsilon": "rms_norm_eps"},
 )
-CLASSES = (NEOX, LLAMA, MISTRAL)
+QWEN2 = replace(
+    MISTRAL,
+    name="Qwen2ForCausalLM",
+    model_type="qwen2",
+    defaults=LLAMA.defaults | {"num_key_value_heads": 32, "max_position_embeddings": 32768},
+    keys=_NO_BIASES | {"add_qkv_bias": True},
+    only={"use_sliding_window": False},
+)
+CLASSES = (NEOX, LLAMA, MISTRAL, QWEN2)
 
 
 def class_of(found: Mapping[str, Any]) -> HubClass:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 import transformers
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
 from torch.overrides import TorchFunctionMode
 
 from megatron.config import load_config
@@ -26,6 +26,7 @@ SIZES = {
 KINDS = {
     "gpt_neox": (transformers.GPTNeoXConfig, transformers.GPTNeoXForCausalLM),
     "llama": (transformers.LlamaConfig, transformers.LlamaForCausalLM),
+    "qwen2": (transformers.Qwen2Config, transformers.Qwen2ForCausalLM),
     "mistral": (transformers.MistralConfig, transformers.MistralForCausalLM),
 }
 
@@ -55,10 +56,16 @@ def hub_model(kind: str, **changes):
     return made
 
 
-def write_tokenizer(folder: Path, end: str = "<|endoftext|>") -> None:
-    """Write a tokenizer.json that encodes each byte as one token."""
+def write_tokenizer(folder: Path, end: str = "<|endoftext|>", *, normalised: bool = False) -> None:
+    """Write a tokenizer.json that encodes each byte as one token.
+
+    Args:
+        normalised: Whether texts are normalised, as transformers does for every Qwen2.
+    """
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
     made = Tokenizer(models.BPE({each: i for i, each in enumerate([*letters, end])}, []))
+    if normalised:
+        made.normalizer = normalizers.NFC()
     made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     made.decoder = decoders.ByteLevel()
     made.save(str(folder / "tokenizer.json"))

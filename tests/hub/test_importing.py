@@ -10,11 +10,12 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers.activations import GELUTanh, NewGELUActivation
 
 import evaluate
 from megatron.engine.checkpoint.saved_checkpoints import newest
 from megatron.hub.importing import import_folder
-from tests.helpers.hub import Wide, hub_model, imported_model, write_tokenizer
+from tests.helpers.hub import SIZES, Wide, hub_model, imported_model, write_tokenizer
 from tests.helpers.shards import write_documents
 from tools import import_hf
 
@@ -41,32 +42,68 @@ MODELS = {
     "llama yarn": ("llama", {"rope_parameters": {**YARN, "mscale": 0.8, "mscale_all_dim": 1.1}}),
     "llama yarn old": ("llama", {"rope_scaling": {**YARN, "beta_fast": 4, "beta_slow": 0.5}}),
     "mistral": ("mistral", {"num_key_value_heads": 1, "sliding_window": 5}),
+    "mistral, large heads": ("mistral", {"head_dim": 16, "num_key_value_heads": 2}),
+    "qwen2": ("qwen2", {"num_key_value_heads": 2, "tie_word_embeddings": True}),
+    "qwen2 untied": (
+        "qwen2",
+        {"num_key_value_heads": 4, "rope_parameters": {**YARN, "rope_theta": 1e6}},
+    ),
     "mistral 1": ("mistral", {"num_key_value_heads": 4, "sliding_window": 1}),
     "mistral whole": ("mistral", {"num_key_value_heads": 2, "sliding_window": None}),
 }
 
 
+def rounded_gelu(x):
+    """Compute gelu's tanh approximation. The released code rounds its constant to eight digits."""
+    return 0.5 * x * (1 + torch.tanh(0.79788456 * (x + 0.044715 * x**3)))
+
+
+def exact(theirs, ours):
+    """Convert a model of transformers to float64, with rotary angles that are not rounded."""
+    pos, block = ours.pos, ours.shape.block
+    rotary = getattr(theirs.base_model, "rotary_emb", None)
+    theirs = theirs.double()
+    for each in theirs.modules():
+        if isinstance(each, NewGELUActivation | GELUTanh):
+            each.forward = rounded_gelu
+    if pos.name != "rotary":
+        return theirs
+    turns = pos.frequencies(block.rotary_ndims, block.rotary_base, torch.float64, None)
+    if rotary is not None:
+        torch.testing.assert_close(rotary.inv_freq.double(), turns, rtol=1e-6, atol=0)
+        rotary.inv_freq = turns  # theirs are rounded to fp32 after scaling
+        return theirs
+    angles = torch.arange(4 * SIZES["max_position_embeddings"])[:, None] * turns
+    for layer in theirs.transformer.h:  # GPT-J, whose table would end at the trained length
+        table = layer.attn.embed_positions
+        layer.attn.embed_positions = torch.cat((angles.sin(), angles.cos()), 1)
+        torch.testing.assert_close(
+            layer.attn.embed_positions[: len(table)], table, rtol=1e-6, atol=1e-6
+        )
+    return theirs
+
+
+@torch.no_grad()
 @pytest.mark.parametrize("name", MODELS)
 def test_an_imported_model_has_the_logits_of_transformers(name, tmp_path):
+    """At four times the trained length, at once and with a cache."""
     kind, changes = MODELS[name]
     theirs = hub_model(kind, **changes)
     theirs.save_pretrained(tmp_path / "hub")
     import_folder(tmp_path / "hub", tmp_path / "run")
     ours = imported_model(tmp_path / "run")
-    tokens = torch.randint(300, (2, 40), generator=torch.Generator().manual_seed(1))
-    rotary = theirs.base_model.rotary_emb
-    pos, block = ours.pos, ours.shape.block
-    turns = pos.frequencies(block.rotary_ndims, block.rotary_base, torch.float64, None)
-    torch.testing.assert_close(rotary.inv_freq.double(), turns, rtol=1e-6, atol=0)
-    theirs = theirs.double()
-    rotary.inv_freq = turns  # theirs are rounded to fp32 after scaling
-    with torch.no_grad(), Wide():
+    times = 4 if ours.embedding.position_embeddings is None else 1  # a table has no more rows
+    length = times * SIZES["max_position_embeddings"]
+    tokens = torch.randint(300, (2, length), generator=torch.Generator().manual_seed(1))
+    theirs = exact(theirs, ours)
+    with Wide():
         wanted = theirs(tokens).logits
-    with torch.no_grad():
-        logits = ours(tokens)
     assert wanted.dtype == torch.float64
-    # The released code rounds the constant of its tanh to eight digits.
-    assert (logits - wanted).abs().max() <= (1e-9 if "tanh" in name else 1e-12)
+    cache = ours.new_cache(torch.full((2,), length))
+    pieces = tokens.split([length // 2, 1, 3, length // 2 - 4], dim=1)
+    cached = [ours.extend(each, cache, last_only=False) for each in pieces]
+    for logits in (ours(tokens), torch.cat(cached, dim=1)):
+        assert (logits - wanted).abs().max() <= 1e-12
 
 
 @pytest.fixture(scope="module")
@@ -164,12 +201,19 @@ def edited(**changes):
 
 
 BROKEN = {
-    "only GPTNeoXForCausalLM, LlamaForCausalLM": edited(model_type="qwen2", auto_map={"a": "b.c"}),
+    "only GPTNeoXForCausalLM, LlamaForCausalLM": edited(model_type="bloom", auto_map={"a": "b.c"}),
     "its class is ['LlamaForTokenClass": edited(architectures=["LlamaForTokenClassification"]),
     "hidden_size is '32', and must be a whole number": edited(hidden_size="32"),
     "mlp_bias is 'no', and must be true or false": edited(mlp_bias="no"),
-    "head_dim is 16; here it is always hidden_size / num_attention_heads, 32 / 4": edited(
-        head_dim=16
+    "self_attn.k_proj.weight: (16, 32), but config.json describes (32, 32)": edited(head_dim=16),
+    "head_dim is 16; in GPTNeoXForCausalLM it is always hidden_size": edited(
+        model_type="gpt_neox", architectures=None, head_dim=16
+    ),
+    "use_sliding_window is True; only False": edited(
+        model_type="qwen2", architectures=None, use_sliding_window=True
+    ),
+    "layer_types is ['full_attention', 'sliding_attention']; windows of single": edited(
+        layer_types=["full_attention", "sliding_attention"]
     ),
     "hidden_act is 'quick_gelu'; only silu": edited(hidden_act="quick_gelu"),
     "hidden_act is \"['silu']\"; only": edited(hidden_act=["silu"]),
