@@ -132,7 +132,144 @@ QWEN2 = replace(
     keys=_NO_BIASES | {"add_qkv_bias": True},
     only={"use_sliding_window": False},
 )
-CLASSES = (NEOX, LLAMA, MISTRAL, QWEN2)
+_QK_NORM = _RMSNORM | {"use_qk_layernorm": True, "use_bias_in_mlp": False}
+QWEN3 = replace(
+    QWEN2,
+    name="Qwen3ForCausalLM",
+    model_type="qwen3",
+    defaults=QWEN2.defaults | {"head_dim": 128},
+    keys=_QK_NORM | {"qk_layernorm_kind": "shared"},
+    entries=MISTRAL.entries | {"use_bias_in_attn_linear": "attention_bias"},
+)
+OLMO2 = replace(
+    QWEN3,
+    name="Olmo2ForCausalLM",
+    model_type="olmo2",
+    defaults=LLAMA.defaults | {"rms_norm_eps": 1e-5},
+    keys=_QK_NORM | {"qk_layernorm_kind": "joined", "output_norms": True},
+    only={},
+)
+STABLELM = HubClass(
+    "StableLmForCausalLM",
+    "stablelm",
+    _GATES,
+    _COMMON
+    | {"hidden_act": "silu", "layer_norm_eps": 1e-5, "num_key_value_heads": 32}
+    | {"use_qkv_bias": False, "use_parallel_residual": False, "partial_rotary_factor": 0.25}
+    | {"max_position_embeddings": 4096},
+    LLAMA.modules,
+    LLAMA.layers,
+    {"norm": "layernorm", "use_bias_in_attn_linear": False, "use_bias_in_mlp": False},
+    _GROUPED
+    | _LAYERNORM
+    | {"add_qkv_bias": "use_qkv_bias", "gpt_j_residual": "use_parallel_residual"}
+    | {"gpt_j_tied": "use_parallel_residual"},
+    only={"qk_layernorm": False, "hidden_dropout": 0.0},
+)
+_ONE_NORM = {"norm": "layernorm", "gpt_j_residual": True, "gpt_j_tied": True}
+PHI = HubClass(
+    "PhiForCausalLM",
+    "phi",
+    _PLAIN,
+    _COMMON
+    | {"hidden_act": "gelu_new", "layer_norm_eps": 1e-5, "num_key_value_heads": None}
+    | {"resid_pdrop": 0.0, "partial_rotary_factor": 0.5, "head_dim": None}
+    | {"max_position_embeddings": 2048},
+    LLAMA.modules
+    | {
+        "attention.dense": ("self_attn.dense",),
+        "mlp.dense_h_to_4h": ("mlp.fc1",),
+        "mlp.dense_4h_to_h": ("mlp.fc2",),
+        "final_norm": ("model.final_layernorm",),
+    },
+    LLAMA.layers,
+    _ONE_NORM | {"output_layer_bias": True},
+    _GROUPED | _LAYERNORM | {"hidden_dropout": "resid_pdrop"},
+    only={"qk_layernorm": False, "tie_word_embeddings": False},
+)
+_GPT_ENTRIES = {
+    **{"num_layers": "n_layer", "hidden_size": "n_embd", "num_attention_heads": "n_head"},
+    **{"seq_length": "n_positions", "activation": "activation_function"},
+    **{"intermediate_size": "n_inner", "layernorm_epsilon": "layer_norm_epsilon"},
+    **{"attention_dropout": "attn_pdrop", "hidden_dropout": "resid_pdrop"},
+    "make_vocab_size_divisible_by": "vocab_size",
+}
+_GPT_DEFAULTS = {"activation_function": "gelu_new", "layer_norm_epsilon": 1e-5}
+GPTJ = HubClass(
+    "GPTJForCausalLM",
+    "gptj",
+    _PLAIN,
+    _GPT_DEFAULTS
+    | {"n_positions": 2048, "attn_pdrop": 0.0, "resid_pdrop": 0.0, "tie_word_embeddings": False}
+    | {"rotary_dim": 64, "rope_theta": 10000.0},
+    {
+        "embedding.word_embeddings": ("transformer.wte",),
+        "input_layernorm": ("ln_1",),
+        "attention.query_key_value": ("attn.q_proj", "attn.k_proj", "attn.v_proj"),
+        "attention.dense": ("attn.out_proj",),
+        "mlp.dense_h_to_4h": ("mlp.fc_in",),
+        "mlp.dense_4h_to_h": ("mlp.fc_out",),
+        "final_norm": ("transformer.ln_f",),
+        "output": ("lm_head",),
+    },
+    "transformer.h.",
+    _ONE_NORM | {"output_layer_bias": True, "use_bias_in_attn_linear": False},
+    _GPT_ENTRIES,
+    only={"tie_word_embeddings": False},
+)
+GPT2 = HubClass(
+    "GPT2LMHeadModel",
+    "gpt2",
+    _PLAIN,
+    _GPT_DEFAULTS
+    | {"n_positions": 1024, "attn_pdrop": 0.1, "resid_pdrop": 0.1, "tie_word_embeddings": True},
+    {
+        "embedding.word_embeddings": ("transformer.wte",),
+        "embedding.position_embeddings": ("transformer.wpe",),
+        "input_layernorm": ("ln_1",),
+        "attention.query_key_value": ("attn.c_attn",),
+        "attention.dense": ("attn.c_proj",),
+        "post_attention_layernorm": ("ln_2",),
+        "mlp.dense_h_to_4h": ("mlp.c_fc",),
+        "mlp.dense_4h_to_h": ("mlp.c_proj",),
+        "final_norm": ("transformer.ln_f",),
+        "output": ("lm_head",),
+    },
+    "transformer.h.",
+    {"norm": "layernorm", "pos_emb": "learned"},
+    _GPT_ENTRIES,
+    only={"scale_attn_weights": True, "scale_attn_by_inverse_layer_idx": False}
+    | {"add_cross_attention": False},
+    transposed=True,
+)
+OPT = HubClass(
+    "OPTForCausalLM",
+    "opt",
+    _PLAIN,
+    {"activation_function": "relu", "attention_dropout": 0.0, "dropout": 0.1, "enable_bias": True}
+    | {"max_position_embeddings": 2048, "tie_word_embeddings": True},
+    {
+        "embedding.word_embeddings": ("model.decoder.embed_tokens",),
+        "embedding.position_embeddings": ("model.decoder.embed_positions",),
+        "input_layernorm": ("self_attn_layer_norm",),
+        "attention.query_key_value": LLAMA.modules["attention.query_key_value"],
+        "attention.dense": ("self_attn.out_proj",),
+        "post_attention_layernorm": ("final_layer_norm",),
+        "mlp.dense_h_to_4h": ("fc1",),
+        "mlp.dense_4h_to_h": ("fc2",),
+        "final_norm": ("model.decoder.final_layer_norm",),
+        "output": ("lm_head",),
+    },
+    "model.decoder.layers.",
+    {"norm": "layernorm", "pos_emb": "learned", "opt_pos_emb_offset": 2},
+    _ENTRIES
+    | {"activation": "activation_function", "intermediate_size": "ffn_dim"}
+    | {"hidden_dropout": "dropout"}
+    | dict.fromkeys(("use_bias_in_attn_linear", "use_bias_in_mlp"), "enable_bias"),
+    only={"do_layer_norm_before": True, "layer_norm_elementwise_affine": True}
+    | {"_remove_final_layer_norm": False, "word_embed_proj_dim": "hidden_size"},
+)
+CLASSES = (NEOX, LLAMA, MISTRAL, QWEN2, QWEN3, OLMO2, STABLELM, PHI, GPTJ, GPT2, OPT)
 
 
 def class_of(found: Mapping[str, Any]) -> HubClass:

@@ -15,6 +15,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from megatron.config import Config
+from megatron.config.choices import terms_of
 from megatron.config.mlp_width import GATED
 from megatron.config.per_layer import layers_of, values_of
 from megatron.config.sections.model import ModelConfig
@@ -47,6 +48,8 @@ def keys_of(found: Mapping[str, Any]) -> dict[str, Any]:
     if {*map(str, given.get("layer_types") or ())} - {"full_attention"}:
         raise HubError(f"layer_types is {given['layer_types']!r}; windows of single layers are not")
     keys = dict(kind.keys)
+    if given.get("n_inner", 0) is None:
+        given["n_inner"] = 4 * _entry(given, "n_embd", int)
     for key, name in kind.entries.items():
         whole = int if key in _SIZES else bool if type(kind.defaults.get(name)) is bool else None
         keys[key] = _entry(given, name, whole) if whole else given.get(name)
@@ -71,6 +74,9 @@ def keys_of(found: Mapping[str, Any]) -> dict[str, Any]:
     keys["no_weight_tying"] = not _entry(given, "tie_word_embeddings", bool)
     if kind is MISTRAL and given["sliding_window"] is not None:
         keys["sliding_window_width"] = _entry(given, "sliding_window", int) - 1
+    if kind.keys.get("pos_emb") == "learned":
+        rows = keys["seq_length"] + kind.keys.get("opt_pos_emb_offset", 0)
+        return keys | {"max_position_embeddings": rows}
     scaling, base, fraction = _rotary(given, kind)
     rotary = {"rotary_pct": fraction, "rotary_emb_base": base, "rope_scaling": scaling}
     return keys | {"pos_emb": "rotary"} | rotary
@@ -93,6 +99,9 @@ def _rotary(given: Mapping[str, Any], kind: HubClass) -> tuple[dict[str, Any], A
         given: The content of config.json.
         kind: The class that config.json names.
     """
+    if "rotary_dim" in kind.defaults:
+        size, turning = given["n_embd"] // given["n_head"], _entry(given, "rotary_dim", int)
+        return {}, given["rope_theta"], turning / size
     scaling = given.get("rope_scaling") or given.get("rope_parameters") or {}
     if not isinstance(scaling, dict) or any(isinstance(each, dict) for each in scaling.values()):
         raise HubError("rope_parameters: only one mapping for all layers can be imported")
@@ -152,10 +161,13 @@ def _differences(config: Config, kind: HubClass) -> list[str]:
     m = config.model
     if m.activation not in kind.activations.values():
         return [*_computed(config)]
-    keys = keys_of(_described(config, kind) | {"tie_word_embeddings": not m.no_weight_tying})
+    try:
+        keys = keys_of(_described(config, kind) | {"tie_word_embeddings": not m.no_weight_tying})
+    except HubError:
+        return [*_computed(config)]
     fields = ModelConfig.model_fields.items()
     values = {key: each.get_default(call_default_factory=True) for key, each in fields}
-    values |= {"num_kv_heads": m.num_attention_heads, "max_position_embeddings": m.seq_length}
+    values |= {"num_kv_heads": m.num_attention_heads, "max_position_embeddings": 1}
     values |= {"head_dim": m.hidden_size // m.num_attention_heads, **keys}
     model = m.model_copy(update=values)
     again = config.model_copy(update={"model": model, "evaluation": type(config.evaluation)()})
@@ -180,6 +192,8 @@ def _computed(config: Config) -> dict[str, Any]:
         "published_numerics": m.published_numerics,
         "eval_distance_scale": config.evaluation.eval_distance_scale,
         "output_layer_bias": shape.output_bias,
+        "position_table": "learned" in terms_of(m.pos_emb)
+        and (shape.max_positions, shape.position_offset),
     }
 
 
@@ -207,8 +221,12 @@ def _described(config: Config, kind: HubClass) -> dict[str, Any]:
     """Return the content of a config.json of the class `kind`, without the tokens."""
     m, [scaling, base] = config.model, _rotary_of(config.model)
     act = next(act for act, ours in kind.activations.items() if ours == m.activation)
-    act = TANH[0] if act == "gelu" and m.bias_gelu_fusion and TANH[0] in kind.activations else act
+    if act == "gelu" and m.bias_gelu_fusion and TANH[0] in kind.activations:
+        usual = kind.defaults[kind.entries["activation"]]
+        act = usual if usual in TANH else TANH[0]
     values = {"activation": act, "intermediate_size": m.inner_width}
+    if "learned" in terms_of(m.pos_emb) and m.max_position_embeddings:
+        values["seq_length"] = max(1, m.max_position_embeddings - m.opt_pos_emb_offset)
     found = {
         "model_type": kind.model_type,
         "architectures": [kind.name],
@@ -225,6 +243,10 @@ def _described(config: Config, kind: HubClass) -> dict[str, Any]:
         found["rope_parameters"]["partial_rotary_factor"] = m.rotary_pct
     if kind is NEOX:
         found |= {"rotary_pct": m.rotary_pct, "rotary_emb_base": base}
+    if "resid_pdrop" in kind.defaults:
+        found["embd_pdrop"] = m.hidden_dropout  # here, it is also the embedding's
+    if "rotary_dim" in kind.defaults:
+        found["rotary_dim"] = int(m.head_dim * m.rotary_pct) or 1
     if "head_dim" in kind.defaults and m.head_dim * m.num_attention_heads != m.hidden_size:
         found["head_dim"] = m.head_dim
     if kind is MISTRAL:

@@ -193,6 +193,8 @@ def _compare(folder: Path, run: OpenRun, *, remote_code: bool) -> float:
         folder, dtype=dtype, trust_remote_code=remote_code, local_files_only=True
     )
     ids_BT = _prompts(run)
+    if theirs.config.model_type == "gptj":  # whose table of angles has no more rows
+        ids_BT = ids_BT[:, : theirs.config.max_position_embeddings]
     wanted_BTV = run.model.to(dtype)(ids_BT)
     first = theirs(ids_BT[:, : ids_BT.shape[1] // 2], use_cache=True)
     second = theirs(ids_BT[:, first.logits.shape[1] :], past_key_values=first.past_key_values)

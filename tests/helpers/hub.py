@@ -26,9 +26,18 @@ SIZES = {
 KINDS = {
     "gpt_neox": (transformers.GPTNeoXConfig, transformers.GPTNeoXForCausalLM),
     "llama": (transformers.LlamaConfig, transformers.LlamaForCausalLM),
+    "qwen3": (transformers.Qwen3Config, transformers.Qwen3ForCausalLM),
+    "olmo2": (transformers.Olmo2Config, transformers.Olmo2ForCausalLM),
+    "stablelm": (transformers.StableLmConfig, transformers.StableLmForCausalLM),
+    "phi": (transformers.PhiConfig, transformers.PhiForCausalLM),
+    "gptj": (transformers.GPTJConfig, transformers.GPTJForCausalLM),
+    "gpt2": (transformers.GPT2Config, transformers.GPT2LMHeadModel),
+    "opt": (transformers.OPTConfig, transformers.OPTForCausalLM),
     "qwen2": (transformers.Qwen2Config, transformers.Qwen2ForCausalLM),
     "mistral": (transformers.MistralConfig, transformers.MistralForCausalLM),
 }
+_NAMES = {kind: {"intermediate_size": "n_inner"} for kind in ("gptj", "gpt2")}
+_NAMES["opt"] = {"intermediate_size": "ffn_dim"}
 
 
 class Wide(TorchFunctionMode):
@@ -49,7 +58,8 @@ def hub_model(kind: str, **changes):
     """Return a model of transformers with random weights, in eval mode and float32."""
     config, model = KINDS[kind]
     torch.manual_seed(3)
-    made = model(config(**(SIZES | changes))).eval()
+    sizes = {_NAMES.get(kind, {}).get(name, name): size for name, size in SIZES.items()}
+    made = model(config(**(sizes | changes))).eval()
     with torch.no_grad():
         for parameter in made.parameters():  # biases start as 0, norms as 1
             parameter.add_(0.1 * torch.randn_like(parameter))

@@ -34,8 +34,15 @@ SHORT = {"train_iters": 2, "train_micro_batch_size_per_gpu": 4, "eval_iters": 0,
 TUNED = {
     "llama": ("llama", {"num_key_value_heads": 2}),
     "qwen2": ("qwen2", {"num_key_value_heads": 2}),
+    "qwen3": ("qwen3", {"num_key_value_heads": 2, "head_dim": 16}),
+    "olmo2": ("olmo2", {"num_key_value_heads": 2}),
+    "stablelm": ("stablelm", {"num_key_value_heads": 2, "use_parallel_residual": True}),
+    "phi": ("phi", {}),
+    "gptj": ("gptj", {"rotary_dim": 4}),
+    "gpt2": ("gpt2", dict.fromkeys(("attn_pdrop", "resid_pdrop", "embd_pdrop"), 0.0)),
+    "opt": ("opt", {"dropout": 0.0}),
 }
-LENGTHS: dict[str, int] = {}
+LENGTHS = {"gptj": 64, "gpt2": 64, "opt": 64}
 """The lengths of models whose position table allows no more."""
 LONG = {"finetune": True, "seq_length": 96, "train_iters": 1}
 

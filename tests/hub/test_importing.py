@@ -48,6 +48,32 @@ MODELS = {
         "qwen2",
         {"num_key_value_heads": 4, "rope_parameters": {**YARN, "rope_theta": 1e6}},
     ),
+    "qwen3": ("qwen3", {"num_key_value_heads": 2, "head_dim": 16, "rms_norm_eps": 0.1}),
+    "qwen3 tied": (
+        "qwen3",
+        {
+            **{"num_key_value_heads": 4, "head_dim": 8, "attention_bias": True},
+            **{"tie_word_embeddings": True, "rope_parameters": LLAMA3 | {"rope_theta": 5e5}},
+        },
+    ),
+    "olmo2": ("olmo2", {"num_key_value_heads": 2, "rms_norm_eps": 0.1}),
+    "olmo2 tied": ("olmo2", {"attention_bias": True, "tie_word_embeddings": True}),
+    "stablelm": ("stablelm", {"num_key_value_heads": 2, "use_qkv_bias": True}),
+    "stablelm parallel": (
+        "stablelm",
+        {
+            **{"num_key_value_heads": 4, "use_parallel_residual": True},
+            **{"tie_word_embeddings": True, "partial_rotary_factor": 0.5},
+        },
+    ),
+    "phi": ("phi", {"num_key_value_heads": 2}),
+    "phi whole": ("phi", {"partial_rotary_factor": 1.0, "layer_norm_eps": 0.1}),
+    "gptj": ("gptj", {"rotary_dim": 4}),
+    "gptj whole": ("gptj", {"rotary_dim": 8, "layer_norm_epsilon": 0.1, "n_inner": None}),
+    "gpt2": ("gpt2", {"n_inner": None}),
+    "gpt2 untied": ("gpt2", {"tie_word_embeddings": False, "activation_function": "relu"}),
+    "opt": ("opt", {}),
+    "opt untied": ("opt", {"tie_word_embeddings": False, "enable_bias": False}),
     "mistral 1": ("mistral", {"num_key_value_heads": 4, "sliding_window": 1}),
     "mistral whole": ("mistral", {"num_key_value_heads": 2, "sliding_window": None}),
 }

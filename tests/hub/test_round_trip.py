@@ -34,6 +34,14 @@ CLASSES = {
     "llama biases": ("llama", {"attention_bias": True, "mlp_bias": True, "hidden_act": "relu"}),
     "llama, large heads": ("llama", {"head_dim": 12}),
     "mistral": ("mistral", {"num_key_value_heads": 1, "sliding_window": 7}),
+    "qwen3": ("qwen3", {"num_key_value_heads": 2, "head_dim": 12}),
+    "olmo2": ("olmo2", {"num_key_value_heads": 2, "rope_parameters": LLAMA3}),
+    "stablelm": ("stablelm", {"num_key_value_heads": 2, "use_qkv_bias": True}),
+    "stablelm parallel": ("stablelm", {"num_key_value_heads": 4, "use_parallel_residual": True}),
+    "phi": ("phi", {"num_key_value_heads": 2, "partial_rotary_factor": 0.25}),
+    "gptj": ("gptj", {"rotary_dim": 4}),
+    "gpt2": ("gpt2", {"n_inner": None}),
+    "opt": ("opt", {}),
     "qwen2": ("qwen2", {"num_key_value_heads": 2, "rope_parameters": YARN}),
 }
 
