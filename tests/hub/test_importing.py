@@ -355,6 +355,6 @@ def test_names_of_other_versions_are_read(tmp_path):
 
     change_tensors(tmp_path / "hub", rename)
     [note, line] = import_folder(tmp_path / "hub", tmp_path / "run")
-    assert "has no tokenizer.json: name tokenizer_type and vocab_file in" in note
+    assert "has no tokenizer.json or tokenizer.model: name tokenizer_type and vocab_file in" in note
     there = load_file(tmp_path / "hub" / "model.safetensors")
     assert torch.equal(newest(tmp_path / "run").weights()["output.weight"], there["lm_head.weight"])
