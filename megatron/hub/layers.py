@@ -224,6 +224,7 @@ class Block(nn.Module):
         if self.gpt_j_residual:
             mlp_BTD = self.mlp(normed_BTD if second is None else second(x_BTD))
             return x_BTD + (attention_BTD + mlp_BTD)
+        assert second is not None
         if self.post_mlp_layernorm is not None:
             x_BTD = x_BTD + second(attention_BTD)
             return x_BTD + self.post_mlp_layernorm(self.mlp(x_BTD))

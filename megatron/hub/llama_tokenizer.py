@@ -13,10 +13,8 @@ from pathlib import Path
 import tokenizers
 from tokenizers import AddedToken, decoders, models, normalizers, processors
 
-from megatron.data.errors import needs_package
 from megatron.data.tokenizers.fast_bpe import DIFFICULT_TEXTS
 from megatron.data.tokenizers.sentencepiece import SPMTokenizer
-from megatron.engine.errors import HubError
 
 _SPACE = "\u2581"
 
@@ -31,12 +29,13 @@ def write_tokenizer_json(model: Path, *, begins: bool) -> bool:
         begins: Whether a text begins with the token `<s>`.
 
     Raises:
-        HubError: The library `sentencepiece` is missing.
-        TokenizerError: The file is damaged, or has no token that ends a document.
+        TokenizerError: The file is damaged or has no token that ends a document, or the library
+            `sentencepiece` is missing.
     """
-    with needs_package("sentencepiece", "tokenizer.model", HubError):
-        from sentencepiece import SentencePieceProcessor
-    given, pieces = SPMTokenizer(model), SentencePieceProcessor(model_file=str(model))
+    given = SPMTokenizer(model)
+    from sentencepiece import SentencePieceProcessor  # which SPMTokenizer has found
+
+    pieces = SentencePieceProcessor(model_file=str(model))
     names: list[str] = pieces.id_to_piece(list(range(given.vocab_size)))
     ids = {name: i for i, name in enumerate(names)}
     merges = [

@@ -116,7 +116,7 @@ def _parts(kind: HubClass | None, shape: GPTShape, name: str, size: tuple[int, .
     module, _, leaf = name.rpartition(".")
     layer = re.fullmatch(r"layers\.(\d+)\.(.+)", module)
     prefix, module = (f"{kind.layers}{layer[1]}.", layer[2]) if layer else ("", module)
-    theirs = kind.modules.get(module, (module,))
+    theirs = kind.modules.get(module, module).split()
     names = tuple(f"{prefix}{each}.{'weight' if leaf == 'scale' else leaf}" for each in theirs)
     heads, rows, turning = 1, (size[0] // len(names),) * len(names), 0
     if len(names) == 3 or (kind.transposed and module == "attention.query_key_value"):

@@ -206,6 +206,10 @@ JOB = {
     "eval_tokens": 256,
     "num_kv_heads": 2,
     "use_qk_layernorm": True,
+    "qk_layernorm_kind": "shared",
+    "gpt_j_residual": True,
+    "gpt_j_tied": True,
+    "output_layer_bias": True,
     "activation": "swiglu",
     "mlp_multiple_of": 2,
 }

@@ -226,6 +226,7 @@ def edited(**changes):
     return lambda folder: edit(folder / "config.json", **changes)
 
 
+GPT = {"n_layer": 2, "n_embd": 32, "n_head": 4, "n_inner": 44}
 BROKEN = {
     "only GPTNeoXForCausalLM, LlamaForCausalLM": edited(model_type="bloom", auto_map={"a": "b.c"}),
     "its class is ['LlamaForTokenClass": edited(architectures=["LlamaForTokenClassification"]),
@@ -234,6 +235,24 @@ BROKEN = {
     "self_attn.k_proj.weight: (16, 32), but config.json describes (32, 32)": edited(head_dim=16),
     "head_dim is 16; in GPTNeoXForCausalLM it is always hidden_size": edited(
         model_type="gpt_neox", architectures=None, head_dim=16
+    ),
+    "its class is 'gemma2': its norms multiply by 1 + weight": edited(
+        model_type="gemma2", architectures=None
+    ),
+    "rotary_dim is 0, and must be a whole number": edited(
+        model_type="gptj", architectures=None, **GPT, rotary_dim=0
+    ),
+    "word_embed_proj_dim is 16; only 32 can be imported": edited(
+        model_type="opt", architectures=None, word_embed_proj_dim=16
+    ),
+    "do_layer_norm_before is False; only True": edited(
+        model_type="opt", architectures=None, do_layer_norm_before=False
+    ),
+    "scale_attn_by_inverse_layer_idx is True; only False": edited(
+        model_type="gpt2", architectures=None, scale_attn_by_inverse_layer_idx=True
+    ),
+    "qk_layernorm is True; only False": edited(
+        model_type="stablelm", architectures=None, qk_layernorm=True
     ),
     "use_sliding_window is True; only False": edited(
         model_type="qwen2", architectures=None, use_sliding_window=True
