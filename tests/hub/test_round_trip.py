@@ -18,7 +18,7 @@ from megatron.hub.importing import import_folder
 from megatron.parallel.groups import build_groups
 from tests.helpers.hub import hub_model, write_tokenizer
 from tests.hub.test_export_hf import run_of
-from tests.hub.test_importing import LLAMA3, YARN
+from tests.hub.test_imported_logits import LLAMA3, YARN
 
 CLASSES = {
     "neox": ("gpt_neox", {"rope_parameters": {**YARN, "partial_rotary_factor": 0.5}}),

@@ -113,6 +113,22 @@ def rescaled(p, b, x, name, heads=1):
     return x / root * p[f"{name}.scale"].view(heads, -1)
 
 
+def normed_qk(normed, b, name, q, k):
+    """Return the normalised queries and keys [T, E] of each query head."""
+    if b.qk_norm_kind == "joined":  # each key head counts once
+        group = b.num_heads // (b.num_kv_heads or b.num_heads)
+        q = normed(torch.cat(q, -1), f"{name}.query_norm").split(b.head_size, -1)
+        k = normed(torch.cat(k[::group], -1), f"{name}.key_norm").split(b.head_size, -1)
+        return q, [each for each in k for _ in range(group)]
+    names, heads = ("query_norm", "key_norm"), 1
+    if b.qk_norm_kind == "by_head":
+        names, heads = ("qk_layernorm", "qk_layernorm"), b.num_heads
+    return (
+        normed(torch.stack(each, 1), f"{name}.{which}", heads).unbind(1)
+        for which, each in zip(names, (q, k), strict=True)
+    )
+
+
 def reference(model, scaling, ids):
     """Compute the logits of one sequence from the model's parameters, in plain torch."""
     p, b = dict(model.named_parameters()), model.shape.block
@@ -146,20 +162,8 @@ def reference(model, scaling, ids):
             q.append(rows[start + h % group])
             k.append(rows[start + group])
             v.append(rows[start + group + 1])
-        if b.qk_norm_kind == "shared":
-            q, k = (
-                list(normed(torch.stack(each, 1), f"{name}.{which}_norm").unbind(1))
-                for which, each in (("query", q), ("key", k))
-            )
-        elif b.qk_norm_kind == "joined":  # each key head counts once
-            q = normed(torch.cat(q, -1), f"{name}.query_norm").split(size, -1)
-            k = normed(torch.cat(k[::group], -1), f"{name}.key_norm").split(size, -1)
-            k = [each for each in k for _ in range(group)]
-        elif b.qk_norm:
-            q, k = (
-                normed(torch.stack(each, 1), f"{name}.qk_layernorm", b.num_heads).unbind(1)
-                for each in (q, k)
-            )
+        if b.qk_norm:
+            q, k = normed_qk(normed, b, name, q, k)
         out = []
         for q_TE, k_TE, v_TE in zip(q, k, v, strict=True):
             scores = turned(q_TE) @ turned(k_TE).T / math.sqrt(size)
