@@ -1,14 +1,14 @@
-"""Import a model of transformers (GPTNeoX, Llama, Mistral) into a new run folder.
+"""Import a model of transformers (GPT-2, Llama, Qwen and others) into a new run folder.
 
     python tools/import_hf.py DIR RUN
 
 DIR contains config.json and safetensors files, as `save_pretrained` writes them, and
-tokenizer.json. RUN is a new or empty folder. To use the imported model, give RUN to evaluate.py or
-generate.py as `--load`. To train it further, set the config key `load` to RUN, and
-`finetune: true`. The weights keep their values and dtypes.
+tokenizer.json or tokenizer.model. RUN is a new or empty folder. To use the imported model, give RUN
+to evaluate.py or generate.py as `--load`. To train it further, set the config key `load` to RUN,
+and `finetune: true`. The weights keep their values and dtypes.
 
-Only JSON and safetensors are read. Pickles (`pytorch_model.bin`) are refused, and code in DIR is
-never run.
+Only JSON, safetensors and tokenizer.model are read. Pickles (`pytorch_model.bin`) are refused, and
+code in DIR is never run.
 """
 
 from __future__ import annotations

@@ -142,6 +142,7 @@ Init = Annotated[
 ]
 
 Side = Annotated[str, _choice("row column")]
+QKNormKind = Annotated[str, _choice("by_head shared joined")]
 
 Tokenizer = Annotated[
     str,

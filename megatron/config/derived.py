@@ -21,6 +21,9 @@ def derive(values: Values, world_size: int) -> Iterator[Found]:
         "max_position_embeddings": values.get("seq_length"),
         "momentum": 0.95 if values.get("type") == "muon" else 0.0,
     }
+    hidden, heads = values.get("hidden_size"), values.get("num_attention_heads")
+    if hidden and heads and hidden % heads == 0:
+        defaults["head_dim"] = hidden // heads
     if {"hidden_size", "activation"} <= set(values):
         factor = 8 if values["activation"] == "geglu" else 4
         defaults["intermediate_size"] = factor * values["hidden_size"]

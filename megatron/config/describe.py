@@ -44,6 +44,7 @@ def _derived(config: Config) -> list[str]:
     m, b, p, t = config.model, config.batch, config.parallel, config.training
     tokens = b.train_batch_size * m.seq_length
     context = f" x {p.context_parallel_size} context" if p.context_parallel_size > 1 else ""
+    heads = m.num_attention_heads
     lines = [
         f"data-parallel size {p.data_parallel_size} = {p.world_size} process(es) / "
         f"({p.pipe_parallel_size} pipe x {p.model_parallel_size} model{context})",
@@ -51,8 +52,8 @@ def _derived(config: Config) -> list[str]:
         f"{b.gradient_accumulation_steps} accumulation x {p.data_parallel_size} data-parallel",
         f"tokens a step {tokens:,} = {b.train_batch_size} x {m.seq_length}; "
         f"in all {tokens * t.train_iters:,}",
-        f"head size {m.hidden_size // m.num_attention_heads} = "
-        f"{m.hidden_size} / {m.num_attention_heads}",
+        f"head size {m.head_dim}"
+        + f" = {m.hidden_size} / {m.num_attention_heads}" * (m.head_dim * heads == m.hidden_size),
         f"MLP inner width {m.inner_width} = {_inner_width(m)}",
         f"warm-up {config.lr.warmup * config.lr.decay_iters:g} iterations = "
         f"{config.lr.warmup:g} x {config.lr.decay_iters}",

@@ -105,7 +105,7 @@ def positional_options(m: ModelConfig, name: str) -> dict[str, Any]:
         table = {
             "num_buckets": m.rpe_num_buckets,
             "max_distance": m.rpe_max_distance,
-            "scale": (m.hidden_size // m.num_attention_heads) ** 0.5,
+            "scale": m.head_dim**0.5,
         }
         options["rpe"] = table | options.get("rpe", {})
     if "rotary" in terms:
@@ -141,7 +141,7 @@ def attention_of(
         dtype=DTYPES[config.training.precision],
         training=training,
         dropout=training and m.attention_dropout > 0.0,
-        head_size=m.hidden_size // m.num_attention_heads,
+        head_size=m.head_dim,
         masked=masked,
         decays=pos.has("gate"),
     )

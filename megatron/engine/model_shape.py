@@ -48,12 +48,17 @@ def shape_of(config: Config, vocab_size: int) -> GPTShape:
         fused_norm=(m.norm == "layernorm" and m.layernorm_fusion)
         or (m.norm == "rmsnorm" and m.rmsnorm_fusion),
         gpt_j_residual=m.gpt_j_residual,
+        gpt_j_tied=m.gpt_j_tied,
+        output_norms=m.output_norms,
         activation=m.activation,
         tanh_gelu=m.bias_gelu_fusion,
         num_kv_heads=None if m.num_kv_heads == m.num_attention_heads else m.num_kv_heads,
+        head_dim=None if m.head_dim * m.num_attention_heads == m.hidden_size else m.head_dim,
         qk_norm=m.use_qk_layernorm,
+        qk_norm_kind=m.qk_layernorm_kind,
         output_gate=m.attention_output_gate,
         attention_bias=m.use_bias_in_attn_linear,
+        qkv_bias=m.add_qkv_bias,
         mlp_bias=m.use_bias_in_mlp,
         attention_dropout=m.attention_dropout,
         hidden_dropout=m.hidden_dropout,
@@ -74,6 +79,7 @@ def shape_of(config: Config, vocab_size: int) -> GPTShape:
         init_std=m.init_method_std,
         position_offset=m.opt_pos_emb_offset,
         checkpoint_activations=m.checkpoint_activations,
+        output_bias=m.output_layer_bias,
         row_parallel_output=m.output_layer_parallelism == "row",
     )
 

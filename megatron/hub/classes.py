@@ -1,29 +1,41 @@
 """List transformers' classes that compute what a model of ours computes.
 
-| transformers | here |
-|---|---|
-| GPTNeoX | `layernorm`, no gate in the MLP |
-| Llama | `rmsnorm` with epsilon inside the root (`rmsnorm_fusion: true`), a gate in the MLP |
-| Mistral | the same with a sliding window, without biases |
-
-All three have rotary embeddings. The module `weights` converts their weights, and the module
-`config_keys` translates the entries of their config.json.
+Each class is one table: the names of its modules, the names of its config.json's entries, and the
+config keys that have the same value in all of its models. The module `weights` converts the
+weights, and the module `config_keys` translates the entries of config.json.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from megatron.engine.errors import HubError
 
 TANH = ("gelu_pytorch_tanh", "gelu_new", "gelu_fast", "gelu_python_tanh")
+# fmt: off
 _PLAIN = {"gelu": "gelu", "relu": "relu", "silu": "swish", "mish": "mish", "swish": "swish"}
 _PLAIN |= dict.fromkeys(TANH, "gelu")
-_GATES = {"silu": "swiglu", "gelu": "geglu", "relu": "reglu", "sigmoid": "glu"}
-_GATES |= {"linear": "bilinear", "swish": "swiglu"}
-_COMMON = {"tie_word_embeddings": False, "attention_dropout": 0.0, "rope_theta": 10000.0}
+_GATES = {
+    "silu": "swiglu", "gelu": "geglu", "relu": "reglu", "sigmoid": "glu", "linear": "bilinear",
+    "swish": "swiglu",
+}
+_COMMON = {
+    "tie_word_embeddings": False, "attention_dropout": 0.0, "rope_theta": 10000.0,
+    "max_position_embeddings": 2048,
+}
+_ENTRIES = {
+    "num_layers": "num_hidden_layers", "hidden_size": "hidden_size",
+    "num_attention_heads": "num_attention_heads", "seq_length": "max_position_embeddings",
+    "activation": "hidden_act", "intermediate_size": "intermediate_size",
+    "attention_dropout": "attention_dropout", "make_vocab_size_divisible_by": "vocab_size",
+}
+# fmt: on
+_GROUPED = _ENTRIES | {"num_kv_heads": "num_key_value_heads"}
+_LAYERNORM, _RMS_EPS = {"layernorm_epsilon": "layer_norm_eps"}, {"rms_norm_epsilon": "rms_norm_eps"}
+_RMSNORM = {"norm": "rmsnorm", "rmsnorm_fusion": True}
+_NO_BIASES = {"use_bias_in_attn_linear": False, "use_bias_in_mlp": False}
 
 
 @dataclass(frozen=True)
@@ -33,62 +45,195 @@ class HubClass:
     Attributes:
         name: The name of the class, as in the entry `architectures` of config.json.
         model_type: The value of `model_type` in config.json.
-        activations: Maps values of `hidden_act` to values of our `activation`.
-        defaults: The values of entries that a config.json may leave out.
-        modules: Maps names of our modules to the names of their equivalents in transformers. A
-            module that has the same name in transformers is left out.
         layers: The prefix of the names of the layers in transformers.
+        activations: Maps values of `hidden_act` to values of our `activation`.
+        keys: The config keys of ours that have the same value in every model of the class.
+        entries: Maps config keys of ours to the entries of config.json that have their values.
+        modules: Maps names of our modules to the names of their equivalents in transformers, with
+            spaces between several. A module that has the same name in transformers is left out.
+        defaults: The values of entries that a config.json may leave out. A class whose heads may
+            rotate in part has `partial_rotary_factor` or `rotary_dim`, and one whose heads may have
+            any size has `head_dim`.
+        only: Maps entries of config.json to the only value that can be imported, or to the name of
+            the entry that has this value.
+        transposed: Whether the matrices of the layers are stored transposed, and those of queries,
+            keys and values as one, one after the other.
     """
 
     name: str
     model_type: str
-    activations: Mapping[str, str]
-    defaults: dict[str, Any]
-    modules: Mapping[str, tuple[str, ...]]
     layers: str
+    activations: dict[str, str]
+    keys: dict[str, Any]
+    entries: dict[str, str]
+    modules: dict[str, str]
+    defaults: dict[str, Any]
+    only: Mapping[str, Any] = field(default_factory=dict)
+    transposed: bool = False
 
 
+# fmt: off
 NEOX = HubClass(
-    "GPTNeoXForCausalLM",
-    "gpt_neox",
-    _PLAIN,
-    _COMMON
-    | {"hidden_act": "gelu", "layer_norm_eps": 1e-5, "hidden_dropout": 0.0, "attention_bias": True}
-    | {"use_parallel_residual": True, "max_position_embeddings": 2048},
-    {
-        "embedding.word_embeddings": ("gpt_neox.embed_in",),
-        "final_norm": ("gpt_neox.final_layer_norm",),
-        "output": ("embed_out",),  # transformers 5 reads and writes this name, too
+    "GPTNeoXForCausalLM", "gpt_neox", "gpt_neox.layers.", _PLAIN,
+    keys={"norm": "layernorm"},
+    entries=_ENTRIES | _LAYERNORM | {
+        "hidden_dropout": "hidden_dropout", "use_bias_in_attn_linear": "attention_bias",
+        "gpt_j_residual": "use_parallel_residual",
     },
-    "gpt_neox.layers.",
+    modules={
+        "embedding.word_embeddings": "gpt_neox.embed_in", "final_norm": "gpt_neox.final_layer_norm",
+        "output": "embed_out",  # transformers 5 reads and writes this name, too
+    },
+    defaults=_COMMON | {
+        "hidden_act": "gelu", "layer_norm_eps": 1e-5, "hidden_dropout": 0.0,
+        "attention_bias": True, "use_parallel_residual": True, "partial_rotary_factor": 0.25,
+    },
 )
 LLAMA = HubClass(
-    "LlamaForCausalLM",
-    "llama",
-    _GATES,
-    _COMMON
-    | {"hidden_act": "silu", "rms_norm_eps": 1e-6, "num_key_value_heads": None}
-    | {"attention_bias": False, "mlp_bias": False, "sliding_window": None}
-    | {"max_position_embeddings": 2048},
-    {
-        "embedding.word_embeddings": ("model.embed_tokens",),
-        "attention.query_key_value": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
-        "attention.dense": ("self_attn.o_proj",),
-        "mlp.dense_h_to_4h": ("mlp.up_proj", "mlp.gate_proj"),
-        "mlp.dense_4h_to_h": ("mlp.down_proj",),
-        "final_norm": ("model.norm",),
-        "output": ("lm_head",),
+    "LlamaForCausalLM", "llama", "model.layers.", _GATES,
+    keys=_RMSNORM,
+    entries=_GROUPED | _RMS_EPS | {
+        "use_bias_in_attn_linear": "attention_bias", "use_bias_in_mlp": "mlp_bias",
     },
-    "model.layers.",
+    modules={
+        "embedding.word_embeddings": "model.embed_tokens",
+        "attention.query_key_value": "self_attn.q_proj self_attn.k_proj self_attn.v_proj",
+        "attention.query_norm": "self_attn.q_norm", "attention.key_norm": "self_attn.k_norm",
+        "attention.dense": "self_attn.o_proj", "mlp.dense_4h_to_h": "mlp.down_proj",
+        "mlp.dense_h_to_4h": "mlp.up_proj mlp.gate_proj",
+        "post_mlp_layernorm": "post_feedforward_layernorm",
+        "final_norm": "model.norm", "output": "lm_head",
+    },
+    defaults=_COMMON | {
+        "hidden_act": "silu", "rms_norm_eps": 1e-6, "num_key_value_heads": None, "head_dim": None,
+        "attention_bias": False, "mlp_bias": False, "sliding_window": None,
+    },
 )
 MISTRAL = replace(
-    LLAMA,
-    name="MistralForCausalLM",
-    model_type="mistral",
-    defaults=LLAMA.defaults
-    | {"num_key_value_heads": 8, "sliding_window": 4096, "max_position_embeddings": 131072},
+    LLAMA, name="MistralForCausalLM", model_type="mistral",
+    keys=_RMSNORM | _NO_BIASES, entries=_GROUPED | _RMS_EPS,
+    defaults=LLAMA.defaults | {
+        "num_key_value_heads": 8, "sliding_window": 4096, "max_position_embeddings": 131072,
+    },
 )
-CLASSES = (NEOX, LLAMA, MISTRAL)
+QWEN2 = replace(
+    MISTRAL, name="Qwen2ForCausalLM", model_type="qwen2",
+    keys=MISTRAL.keys | {"add_qkv_bias": True}, only={"use_sliding_window": False},
+    defaults=LLAMA.defaults | {"num_key_value_heads": 32, "max_position_embeddings": 32768},
+)
+_QK_NORM = _RMSNORM | {"use_qk_layernorm": True, "use_bias_in_mlp": False}
+QWEN3 = replace(
+    QWEN2, name="Qwen3ForCausalLM", model_type="qwen3",
+    keys=_QK_NORM | {"qk_layernorm_kind": "shared"}, defaults=QWEN2.defaults | {"head_dim": 128},
+    entries=_GROUPED | _RMS_EPS | {"use_bias_in_attn_linear": "attention_bias"},
+)
+OLMO2 = replace(
+    QWEN3, name="Olmo2ForCausalLM", model_type="olmo2", only={},
+    keys=_QK_NORM | {"qk_layernorm_kind": "joined", "output_norms": True},
+    defaults=LLAMA.defaults | {"rms_norm_eps": 1e-5},
+)
+STABLELM = HubClass(
+    "StableLmForCausalLM", "stablelm", LLAMA.layers, _GATES,
+    keys={"norm": "layernorm"} | _NO_BIASES, modules=LLAMA.modules,
+    entries=_GROUPED | _LAYERNORM | {
+        "add_qkv_bias": "use_qkv_bias",
+        "gpt_j_residual": "use_parallel_residual", "gpt_j_tied": "use_parallel_residual",
+    },
+    defaults=_COMMON | {
+        "hidden_act": "silu", "layer_norm_eps": 1e-5, "num_key_value_heads": 32,
+        "use_qkv_bias": False, "use_parallel_residual": False, "partial_rotary_factor": 0.25,
+        "max_position_embeddings": 4096,
+    },
+    only={"qk_layernorm": False, "hidden_dropout": 0.0},
+)
+_ONE_NORM = {"norm": "layernorm", "gpt_j_residual": True, "gpt_j_tied": True}
+PHI = HubClass(
+    "PhiForCausalLM", "phi", LLAMA.layers, _PLAIN,
+    keys=_ONE_NORM | {"output_layer_bias": True},
+    entries=_GROUPED | _LAYERNORM | {"hidden_dropout": "resid_pdrop"},
+    modules=LLAMA.modules | {
+        "attention.dense": "self_attn.dense", "final_norm": "model.final_layernorm",
+        "mlp.dense_h_to_4h": "mlp.fc1", "mlp.dense_4h_to_h": "mlp.fc2",
+    },
+    defaults=_COMMON | {
+        "hidden_act": "gelu_new", "layer_norm_eps": 1e-5, "num_key_value_heads": None,
+        "resid_pdrop": 0.0, "partial_rotary_factor": 0.5, "head_dim": None,
+    },
+    only={"qk_layernorm": False, "tie_word_embeddings": False},
+)
+_GPT = HubClass(
+    "GPT2LMHeadModel", "gpt2", "transformer.h.", _PLAIN,
+    keys={"norm": "layernorm", "pos_emb": "learned"},
+    entries={
+        "num_layers": "n_layer", "hidden_size": "n_embd", "num_attention_heads": "n_head",
+        "seq_length": "n_positions", "activation": "activation_function",
+        "intermediate_size": "n_inner", "layernorm_epsilon": "layer_norm_epsilon",
+        "attention_dropout": "attn_pdrop", "hidden_dropout": "resid_pdrop",
+        "make_vocab_size_divisible_by": "vocab_size",
+    },
+    modules={
+        "embedding.word_embeddings": "transformer.wte", "output": "lm_head",
+        "embedding.position_embeddings": "transformer.wpe", "final_norm": "transformer.ln_f",
+        "input_layernorm": "ln_1", "post_attention_layernorm": "ln_2",
+        "attention.query_key_value": "attn.c_attn", "attention.dense": "attn.c_proj",
+        "mlp.dense_h_to_4h": "mlp.c_fc", "mlp.dense_4h_to_h": "mlp.c_proj",
+    },
+    defaults={
+        "activation_function": "gelu_new", "layer_norm_epsilon": 1e-5, "n_positions": 1024,
+        "attn_pdrop": 0.1, "resid_pdrop": 0.1, "tie_word_embeddings": True,
+    },
+    only={
+        "scale_attn_weights": True, "scale_attn_by_inverse_layer_idx": False,
+        "add_cross_attention": False,
+    },
+    transposed=True,
+)
+GPTJ = replace(
+    _GPT, name="GPTJForCausalLM", model_type="gptj", transposed=False,
+    keys=_ONE_NORM | {"output_layer_bias": True, "use_bias_in_attn_linear": False},
+    modules=_GPT.modules | {
+        "attention.query_key_value": "attn.q_proj attn.k_proj attn.v_proj",
+        "attention.dense": "attn.out_proj",
+        "mlp.dense_h_to_4h": "mlp.fc_in", "mlp.dense_4h_to_h": "mlp.fc_out",
+    },
+    defaults=_GPT.defaults | {
+        "n_positions": 2048, "attn_pdrop": 0.0, "resid_pdrop": 0.0, "tie_word_embeddings": False,
+        "rotary_dim": 64, "rope_theta": 10000.0,
+    },
+    only={"tie_word_embeddings": False},
+)
+OPT = HubClass(
+    "OPTForCausalLM", "opt", "model.decoder.layers.", _PLAIN,
+    keys=_GPT.keys | {"opt_pos_emb_offset": 2},
+    entries=_ENTRIES | {
+        "activation": "activation_function", "intermediate_size": "ffn_dim",
+        "hidden_dropout": "dropout",
+        "use_bias_in_attn_linear": "enable_bias", "use_bias_in_mlp": "enable_bias",
+    },
+    modules={
+        "embedding.word_embeddings": "model.decoder.embed_tokens", "output": "lm_head",
+        "embedding.position_embeddings": "model.decoder.embed_positions",
+        "input_layernorm": "self_attn_layer_norm", "post_attention_layernorm": "final_layer_norm",
+        "attention.query_key_value": LLAMA.modules["attention.query_key_value"],
+        "attention.dense": "self_attn.out_proj", "mlp.dense_h_to_4h": "fc1",
+        "mlp.dense_4h_to_h": "fc2", "final_norm": "model.decoder.final_layer_norm",
+    },
+    defaults={
+        "activation_function": "relu", "attention_dropout": 0.0, "dropout": 0.1,
+        "enable_bias": True, "max_position_embeddings": 2048, "tie_word_embeddings": True,
+    },
+    only={
+        "do_layer_norm_before": True, "layer_norm_elementwise_affine": True,
+        "_remove_final_layer_norm": False, "word_embed_proj_dim": "hidden_size",
+    },
+)
+# fmt: on
+CLASSES = (NEOX, LLAMA, MISTRAL, QWEN2, QWEN3, OLMO2, STABLELM, PHI, GPTJ, _GPT, OPT)
+_REFUSED: dict[str, str] = dict.fromkeys(
+    ("gemma", "gemma2", "gemma3", "gemma3_text"),
+    "its norms multiply by 1 + weight and its embeddings are scaled, which no key of ours says",
+)
+"""Maps values of `model_type` to what prevents the import of this family."""
 
 
 def class_of(found: Mapping[str, Any]) -> HubClass:
@@ -98,8 +243,13 @@ def class_of(found: Mapping[str, Any]) -> HubClass:
         HubError: The config.json names a class that is not in `CLASSES`.
     """
     by_type = {each.model_type: each for each in CLASSES}
-    named = found.get("architectures") or found.get("model_type")
-    kind = by_type.get(str(found.get("model_type")))
+    named, type_name = (
+        found.get("architectures") or found.get("model_type"),
+        found.get("model_type"),
+    )
+    if why := _REFUSED.get(str(type_name)):
+        raise HubError(f"its class is {named!r}: {why}")
+    kind = by_type.get(str(type_name))
     if kind is None or found.get("architectures") not in (None, [], [kind.name]):
         known = ", ".join(each.name for each in CLASSES)
         raise HubError(f"its class is {named!r}; only {known} can be imported")

@@ -1,8 +1,11 @@
-"""Translate config.json of transformers' GPTNeoX, Llama and Mistral to our config keys, and back.
+"""Translate config.json of the classes in `classes` to our config keys, and back.
 
 A `sliding_window` W of transformers is a `sliding_window_width` W - 1 of ours: the first counts the
 tokens in the window, and the second is the largest distance. transformers has no `ntk` scaling. The
 same frequencies result from another base, so an export contains that base.
+
+A class can compute a run's model if the import of the config.json, which the export would write for
+this class, describes the same model.
 """
 
 from __future__ import annotations
@@ -12,17 +15,20 @@ from collections.abc import Mapping
 from typing import Any
 
 from megatron.config import Config
+from megatron.config.choices import terms_of
 from megatron.config.mlp_width import GATED
 from megatron.config.per_layer import layers_of, values_of
 from megatron.config.sections.model import ModelConfig
 from megatron.engine.errors import HubError
-from megatron.hub.classes import LLAMA, MISTRAL, NEOX, TANH, HubClass, class_of
+from megatron.engine.model_shape import shape_of
+from megatron.hub.classes import CLASSES, MISTRAL, NEOX, TANH, HubClass, class_of
 
 OWN_KEYS, OWN_CLASS = "kerple_neox", "KerpleForCausalLM"
 """The entry of config.json that holds our config keys; the name of the class that we export."""
 _FILELESS = ("ByteLevelTokenizer", "CharLevelTokenizer")
 _MODEL_KEYS = [key for key in ModelConfig.model_fields if key != "attention_backend"]
-_SIZES = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads")
+_SIZES = ("num_layers", "hidden_size", "num_attention_heads", "seq_length", "intermediate_size")
+_SIZES += ("make_vocab_size_divisible_by",)
 
 
 def keys_of(found: Mapping[str, Any]) -> dict[str, Any]:
@@ -35,43 +41,45 @@ def keys_of(found: Mapping[str, Any]) -> dict[str, Any]:
     given = {**kind.defaults, **found}
     if given.get("quantization_config"):
         raise HubError("quantization_config: quantised weights cannot be imported")
-    *_, heads = sizes = [_entry(given, name, int) for name in _SIZES]
-    if given.get("head_dim") not in (None, sizes[1] // max(1, heads)):
-        text = f"hidden_size / num_attention_heads, {sizes[1]} / {heads}"
-        raise HubError(f"head_dim is {given['head_dim']!r}; here it is always {text}")
-    act, gated = str(given["hidden_act"]), kind is not NEOX
+    for name, wanted in kind.only.items():
+        wanted = given.get(wanted) if isinstance(wanted, str) else wanted
+        if given.get(name) not in (None, wanted):
+            raise HubError(f"{name} is {given[name]!r}; only {wanted!r} can be imported")
+    if {*map(str, given.get("layer_types") or ())} - {"full_attention"}:
+        raise HubError(f"layer_types is {given['layer_types']!r}; windows of single layers are not")
+    keys = dict(kind.keys)
+    if given.get("n_inner", 0) is None:
+        given["n_inner"] = 4 * _entry(given, "n_embd", int)
+    for key, name in kind.entries.items():
+        whole = int if key in _SIZES else bool if type(kind.defaults.get(name)) is bool else None
+        keys[key] = _entry(given, name, whole) if whole else given.get(name)
+    hidden, heads = keys["hidden_size"], keys["num_attention_heads"]
+    size = given.get("head_dim") or hidden // heads
+    if "head_dim" not in kind.defaults and size != hidden // heads:
+        text = f"hidden_size / num_attention_heads, {hidden} / {heads}"
+        raise HubError(f"head_dim is {size!r}; in {kind.name} it is always {text}")
+    if size != hidden // heads:
+        keys["head_dim"] = _entry(given, "head_dim", int)
+    if "num_kv_heads" in keys:
+        keys["num_kv_heads"] = keys["num_kv_heads"] or heads
+    act = str(keys["activation"])
     if act not in kind.activations:
         known = ", ".join(kind.activations)
-        raise HubError(f"hidden_act is {act!r}; only {known} can be imported")
-    scaling, base, fraction = _rotary(given, kind)
-    keys = {
-        "num_layers": sizes[2],
-        "hidden_size": sizes[1],
-        "num_attention_heads": heads,
-        "seq_length": _entry(given, "max_position_embeddings", int),
-        "pos_emb": "rotary",
-        "rotary_pct": fraction,
-        "rotary_emb_base": base,
-        "rope_scaling": scaling,
-        "activation": kind.activations[act],
-        "intermediate_size": _entry(given, "intermediate_size", int) * (3 if gated else 1),
-        "use_bias_in_attn_linear": _entry(given, "attention_bias", bool),
-        "attention_dropout": given["attention_dropout"] or 0.0,
-        "no_weight_tying": not _entry(given, "tie_word_embeddings", bool),
-        "make_vocab_size_divisible_by": sizes[0],
-    }
-    if kind is NEOX:
-        keys |= {"norm": "layernorm", "layernorm_epsilon": given["layer_norm_eps"]}
-        keys |= {"gpt_j_residual": _entry(given, "use_parallel_residual", bool)}
-        return keys | {"hidden_dropout": given["hidden_dropout"], "bias_gelu_fusion": act in TANH}
-    keys |= {"norm": "rmsnorm", "rms_norm_epsilon": given["rms_norm_eps"], "rmsnorm_fusion": True}
-    keys |= {"num_kv_heads": given["num_key_value_heads"] or heads}
-    if kind is LLAMA:
-        return keys | {"use_bias_in_mlp": _entry(given, "mlp_bias", bool)}
-    keys |= {"use_bias_in_attn_linear": False, "use_bias_in_mlp": False}
-    if given["sliding_window"] is not None:
+        raise HubError(f"{kind.entries['activation']} is {act!r}; only {known} can be imported")
+    keys["activation"] = kind.activations[act]
+    if keys["activation"] == "gelu":
+        keys["bias_gelu_fusion"] = act in TANH
+    keys["intermediate_size"] *= 3 if keys["activation"] in GATED else 1
+    keys["attention_dropout"] = keys["attention_dropout"] or 0.0
+    keys["no_weight_tying"] = not _entry(given, "tie_word_embeddings", bool)
+    if kind is MISTRAL and given["sliding_window"] is not None:
         keys["sliding_window_width"] = _entry(given, "sliding_window", int) - 1
-    return keys
+    if kind.keys.get("pos_emb") == "learned":
+        rows = keys["seq_length"] + kind.keys.get("opt_pos_emb_offset", 0)
+        return keys | {"max_position_embeddings": rows}
+    scaling, base, fraction = _rotary(given, kind)
+    rotary = {"rotary_pct": fraction, "rotary_emb_base": base, "rope_scaling": scaling}
+    return keys | {"pos_emb": "rotary"} | rotary
 
 
 def _entry(given: Mapping[str, Any], name: str, kind: type) -> Any:
@@ -91,16 +99,20 @@ def _rotary(given: Mapping[str, Any], kind: HubClass) -> tuple[dict[str, Any], A
         given: The content of config.json.
         kind: The class that config.json names.
     """
+    if "rotary_dim" in kind.defaults:
+        size, turning = given["n_embd"] // given["n_head"], _entry(given, "rotary_dim", int)
+        return {}, given["rope_theta"], turning / size
     scaling = given.get("rope_scaling") or given.get("rope_parameters") or {}
     if not isinstance(scaling, dict) or any(isinstance(each, dict) for each in scaling.values()):
         raise HubError("rope_parameters: only one mapping for all layers can be imported")
     scaling = {name: value for name, value in scaling.items() if value is not None}
-    neox = kind is NEOX
-    base = given["rotary_emb_base"] if neox and "rotary_emb_base" in given else given["rope_theta"]
+    # transformers 4 has names of its own for GPTNeoX
+    names = ("rotary_emb_base", "rotary_pct") if kind is NEOX else ("", "")
+    base = given.get(names[0], given["rope_theta"])
+    fraction = given.get(names[1], given.get("partial_rotary_factor", 1.0))
     base = scaling.pop("rope_theta", base)
-    default = given.get("rotary_pct", 0.25) if neox else given.get("partial_rotary_factor", 1.0)
-    fraction = scaling.pop("partial_rotary_factor", default)
-    if not neox and fraction != 1.0:
+    fraction = scaling.pop("partial_rotary_factor", fraction)
+    if "partial_rotary_factor" not in kind.defaults and fraction != 1.0:
         text = f"partial_rotary_factor is {fraction!r}, but {kind.name} rotates whole heads"
         raise HubError(text)
     rope_type = scaling.pop("rope_type", scaling.pop("type", "default"))
@@ -137,43 +149,63 @@ def _yarn(scaling: dict[str, Any]) -> None:
 
 
 def misfits(config: Config) -> list[str]:
-    """Return why no class in `CLASSES` can compute the config's model; [] if some class can."""
-    m, windows = config.model, _windows(config)
-    found = {
-        f"pos_emb: {m.pos_emb}": set(values_of(m.pos_emb)) != {"rotary"},
+    """Return why no class in `CLASSES` can compute the config's model; [] if some class can.
+
+    The result has the names of the properties in which the nearest class differs.
+    """
+    return min((_differences(config, kind) for kind in CLASSES), key=len)
+
+
+def _differences(config: Config, kind: HubClass) -> list[str]:
+    """Return the names of the properties that a model of class `kind` cannot have."""
+    m = config.model
+    if m.activation not in kind.activations.values():
+        return [*_computed(config)]
+    try:
+        keys = keys_of(_described(config, kind) | {"tie_word_embeddings": not m.no_weight_tying})
+    except HubError:
+        return [*_computed(config)]
+    fields = ModelConfig.model_fields.items()
+    values = {key: each.get_default(call_default_factory=True) for key, each in fields}
+    values |= {"num_kv_heads": m.num_attention_heads, "max_position_embeddings": 1}
+    values |= {"head_dim": m.hidden_size // m.num_attention_heads, **keys}
+    model = m.model_copy(update=values)
+    again = config.model_copy(update={"model": model, "evaluation": type(config.evaluation)()})
+    wanted = _computed(again)
+    return [name for name, value in _computed(config).items() if wanted[name] != value]
+
+
+def _computed(config: Config) -> dict[str, Any]:
+    """Return the values that determine what the config's model computes, and its dropout."""
+    m, shape = config.model, shape_of(config, 1)
+    block, [scaling, base] = vars(shape.block).copy(), _rotary_of(m)
+    del block["numerics"]
+    block["fused_norm"] &= block["norm"] == "rmsnorm"  # the fused layernorm has the same value
+    block["tanh_gelu"] &= block["activation"] == "gelu"
+    return block | {
+        "pos_emb": set(values_of(m.pos_emb)),
         "pos_emb_options": m.pos_emb_options,
-        "eval_distance_scale": config.evaluation.eval_distance_scale != 1.0,
+        "rope_scaling": scaling,
+        "rotary_base": base,
+        "sliding_window_width": layers_of(m.sliding_window_width, m.num_layers),
         "reset_attention_mask": m.reset_attention_mask,
         "published_numerics": m.published_numerics,
-        "use_qk_layernorm": m.use_qk_layernorm,
-        "attention_output_gate": m.attention_output_gate,
-        f"norm: {m.norm}": m.norm == "scalenorm",
-        "sliding_window_width of single layers": len(windows) > 1,
+        "eval_distance_scale": config.evaluation.eval_distance_scale,
+        "output_layer_bias": shape.output_bias,
+        "position_table": "learned" in terms_of(m.pos_emb)
+        and (shape.max_positions, shape.position_offset),
     }
-    gated = m.activation in GATED
-    if m.norm == "layernorm":
-        found |= {
-            f"norm: layernorm with activation: {m.activation}": m.activation
-            not in NEOX.activations.values(),
-            "norm: layernorm with num_kv_heads": m.num_kv_heads != m.num_attention_heads,
-            "norm: layernorm with sliding_window_width": windows != {None},
-            "norm: layernorm with use_bias_in_mlp: false": not m.use_bias_in_mlp,
-        }
-    else:
-        biases = m.use_bias_in_attn_linear or m.use_bias_in_mlp
-        found |= {
-            "rmsnorm_fusion: false (epsilon outside of the root)": not m.rmsnorm_fusion,
-            f"norm: rmsnorm with activation: {m.activation}": not gated,
-            "norm: rmsnorm with gpt_j_residual": m.gpt_j_residual,
-            "norm: rmsnorm with rotary_pct": m.rotary_pct != 1.0,
-            "norm: rmsnorm with hidden_dropout": m.hidden_dropout,
-            "sliding_window_width with biases": windows != {None} and biases,
-        }
-    return [name for name, differs in found.items() if differs]
 
 
-def _windows(config: Config) -> set[int | None]:
-    return set(layers_of(config.model.sliding_window_width, config.model.num_layers))
+def _rotary_of(m: ModelConfig) -> tuple[dict[str, Any], float]:
+    """Return the scaling and the base of the angles, as transformers describes them."""
+    scaling, base = dict(m.rope_scaling), m.rotary_emb_base
+    if scaling.get("rope_type") == "ntk":
+        turning = int(m.head_dim * m.rotary_pct)
+        return {}, base * scaling["factor"] ** (turning / max(1, turning - 2))
+    if scaling.get("rope_type") == "llama3":
+        scaling = {"low_freq_factor": 1.0, "high_freq_factor": 4.0} | scaling
+    return scaling, base
 
 
 def hub_config(config: Config) -> tuple[HubClass, dict[str, Any]]:
@@ -181,46 +213,46 @@ def hub_config(config: Config) -> tuple[HubClass, dict[str, Any]]:
 
     Call this function only if `misfits` returns [].
     """
-    m, windows = config.model, _windows(config)
-    kind = LLAMA if windows == {None} else MISTRAL
-    if m.norm == "layernorm":
-        kind = NEOX
+    kind = next(kind for kind in CLASSES if not _differences(config, kind))
+    return kind, _described(config, kind)
+
+
+def _described(config: Config, kind: HubClass) -> dict[str, Any]:
+    """Return the content of a config.json of the class `kind`, without the tokens."""
+    m, [scaling, base] = config.model, _rotary_of(config.model)
     act = next(act for act, ours in kind.activations.items() if ours == m.activation)
-    scaling, base = dict(m.rope_scaling), m.rotary_emb_base
-    if scaling.get("rope_type") == "ntk":
-        turning = int(m.hidden_size // m.num_attention_heads * m.rotary_pct)
-        base, scaling = base * scaling["factor"] ** (turning / max(1, turning - 2)), {}
-    if scaling.get("rope_type") == "llama3":
-        scaling = {"low_freq_factor": 1.0, "high_freq_factor": 4.0} | scaling
+    if act == "gelu" and m.bias_gelu_fusion and TANH[0] in kind.activations:
+        usual = kind.defaults[kind.entries["activation"]]
+        act = usual if usual in TANH else TANH[0]
+    values = {"activation": act, "intermediate_size": m.inner_width}
+    if "learned" in terms_of(m.pos_emb) and m.max_position_embeddings:
+        values["seq_length"] = max(1, m.max_position_embeddings - m.opt_pos_emb_offset)
     found = {
         "model_type": kind.model_type,
         "architectures": [kind.name],
-        "hidden_size": m.hidden_size,
-        "num_hidden_layers": m.num_layers,
-        "num_attention_heads": m.num_attention_heads,
-        "intermediate_size": m.inner_width,
-        "hidden_act": TANH[0] if act == "gelu" and m.bias_gelu_fusion and kind is NEOX else act,
-        "max_position_embeddings": m.seq_length,
         "initializer_range": m.init_method_std,
         "bos_token_id": None,
-        "attention_dropout": m.attention_dropout,
+        **{name: values.get(key, getattr(m, key)) for key, name in kind.entries.items()},
         # transformers 4 and transformers 5 have different names for the rotary settings.
+        "rope_theta": base,
         "rope_scaling": scaling or None,
         "rope_parameters": {"rope_type": "default", "rope_theta": base} | scaling,
     }
-    if kind is NEOX:
+    if "partial_rotary_factor" in kind.defaults:
+        found["partial_rotary_factor"] = m.rotary_pct
         found["rope_parameters"]["partial_rotary_factor"] = m.rotary_pct
+    if kind is NEOX:
         found |= {"rotary_pct": m.rotary_pct, "rotary_emb_base": base}
-        found |= {"layer_norm_eps": m.layernorm_epsilon, "hidden_dropout": m.hidden_dropout}
-        found |= {"use_parallel_residual": m.gpt_j_residual}
-        return kind, found | {"attention_bias": m.use_bias_in_attn_linear}
-    found |= {"rope_theta": base, "rms_norm_eps": m.rms_norm_epsilon}
-    found |= {"num_key_value_heads": m.num_kv_heads}
-    if kind is LLAMA:
-        biases = {"attention_bias": m.use_bias_in_attn_linear, "mlp_bias": m.use_bias_in_mlp}
-        return kind, found | biases
-    [window] = windows
-    return kind, found | {"sliding_window": (window or 0) + 1}
+    if "resid_pdrop" in kind.defaults:
+        found["embd_pdrop"] = m.hidden_dropout  # here, it is also the embedding's
+    if "rotary_dim" in kind.defaults:
+        found["rotary_dim"] = int(m.head_dim * m.rotary_pct) or 1
+    if "head_dim" in kind.defaults and m.head_dim * m.num_attention_heads != m.hidden_size:
+        found["head_dim"] = m.head_dim
+    if kind is MISTRAL:
+        [window, *_] = layers_of(m.sliding_window_width, m.num_layers)
+        found["sliding_window"] = None if window is None else window + 1
+    return found
 
 
 def own_keys(config: Config) -> dict[str, Any]:

@@ -35,7 +35,8 @@ TOLERANCE = {torch.float32: 1e-4, torch.float64: 1e-9}
 """The largest accepted difference of logits, by the dtype in which logits are compared."""
 _SHARD = "5GB"
 _SAME = ("hidden_size", "norm_eps", "qk_norm", "activation", "tanh_gelu", "attention_bias")
-_SAME += ("output_gate", "mlp_bias", "gpt_j_residual", "rotary_ndims", "rotary_base")
+_SAME += ("output_gate", "mlp_bias", "gpt_j_residual", "rotary_ndims", "rotary_base", "head_size")
+_SAME += ("qk_norm_kind", "output_norms", "qkv_bias", "gpt_j_tied")
 """The values of a `BlockShape` that `KerpleConfig` has under the same names."""
 _LONGEST = 1024
 """The largest number of tokens of a text that both models read for the comparison."""
@@ -156,6 +157,7 @@ def _values(config: Config, model: GPT) -> dict[str, Any]:
         "document_end": None if documents is None else documents.end,
         "restart_positions": documents is not None and documents.restart_positions,
         "position_offset": shape.position_offset,
+        "output_bias": shape.output_bias,
     }
 
 
@@ -191,6 +193,8 @@ def _compare(folder: Path, run: OpenRun, *, remote_code: bool) -> float:
         folder, dtype=dtype, trust_remote_code=remote_code, local_files_only=True
     )
     ids_BT = _prompts(run)
+    if theirs.config.model_type == "gptj":  # whose table of angles has no more rows
+        ids_BT = ids_BT[:, : theirs.config.max_position_embeddings]
     wanted_BTV = run.model.to(dtype)(ids_BT)
     first = theirs(ids_BT[:, : ids_BT.shape[1] // 2], use_cache=True)
     second = theirs(ids_BT[:, first.logits.shape[1] :], past_key_values=first.past_key_values)

@@ -1,7 +1,8 @@
 """Import a folder of transformers into a new run folder, which our commands take.
 
 RUN/config.yml            the keys of the model, and those that every run needs
-RUN/tokenizer.json        copied from the folder, like tokenizer_config.json
+RUN/tokenizer.json        copied from the folder, like tokenizer_config.json, or written from the
+                          folder's tokenizer.model (SentencePiece)
 RUN/global_step0/         a checkpoint without an optimizer
 RUN/latest
 """
@@ -21,12 +22,13 @@ from megatron.engine.errors import HubError
 from megatron.engine.model_shape import identity_of, shape_of
 from megatron.hub.classes import class_of
 from megatron.hub.config_keys import OWN_CLASS, fileless_tokenizer, keys_of, keys_of_export
+from megatron.hub.llama_tokenizer import write_tokenizer_json
 from megatron.hub.read import read_in, read_json, read_weights
 from megatron.hub.weights import Parts, layout_of
 from megatron.model.theta import divided_theta
 from megatron.run_folder import RunFolder
 
-_TOKENIZER = ("tokenizer.json", "tokenizer_config.json")
+_TOKENIZER = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")
 _HEAD = """\
 # Imported from {source}.
 # The keys of the model and its tokenizer. To train it further, add a file with your own keys:
@@ -67,7 +69,7 @@ def import_folder(source: Path, target: Path) -> list[str]:
         rows = config.model.make_vocab_size_divisible_by
         shape, tokenizer = shape_of(config, rows), None
         if "tokenizer_type" in keys:
-            tokenizer = _tokenizer_in(source, config, rows)
+            tokenizer = _tokenizer_in(source, folder, config, rows)
         kind, pos = None if own else class_of(described), positional_of(config)
         layout, name = layout_of(kind, shape, pos), kind.name if kind else OWN_CLASS
         if own and pos.parameters:
@@ -83,7 +85,7 @@ def import_folder(source: Path, target: Path) -> list[str]:
     count = sum(weight.numel() for weight in weights.values())
     lines = [f"{source} ({name}) -> {target}: {shape.num_layers} layers, {count:,} parameters"]
     if tokenizer is None:
-        text = "no tokenizer.json: name tokenizer_type and vocab_file in"
+        text = "no tokenizer.json or tokenizer.model: name tokenizer_type and vocab_file in"
         lines.insert(0, f"note: {source} has {text} {RunFolder(target).config}")
     return lines
 
@@ -94,13 +96,22 @@ def _precision(described: dict[str, Any]) -> dict[str, str]:
 
 
 def _tokenizer_keys(described: dict[str, Any], folder: Path, target: Path) -> dict[str, str]:
-    """Return the config keys of the tokenizer; {} if `folder` has no tokenizer.json."""
+    """Return the config keys of the tokenizer; {} if `folder` has no file of a tokenizer.
+
+    If `folder` has only a tokenizer.model, its tokenizer.json is written, where there is one with
+    the same ids.
+    """
     if name := fileless_tokenizer(described):
         return {"tokenizer_type": name}
-    if not (folder / _TOKENIZER[0]).is_file():
+    made, named, model = (folder / name for name in _TOKENIZER)
+    found = made.is_file()
+    if not found and model.is_file():
+        described = read_json(folder, named.name) if named.is_file() else {}
+        found = write_tokenizer_json(model, begins=described.get("add_bos_token") is not False)
+    if not (found or model.is_file()):
         return {}
-    vocab_file = str(target.resolve() / _TOKENIZER[0])
-    return {"tokenizer_type": "HFTokenizer", "vocab_file": vocab_file}
+    vocab_file = str(target.resolve() / (made if found else model).name)
+    return {"tokenizer_type": "HFTokenizer" if found else "SPMTokenizer", "vocab_file": vocab_file}
 
 
 def _write_config(source: Path, folder: Path, target: Path, keys: dict[str, Any]) -> Config:
@@ -119,16 +130,16 @@ def _write_config(source: Path, folder: Path, target: Path, keys: dict[str, Any]
         raise HubError(f"{source / 'config.json'} does not fit our keys:\n  {listed}") from None
 
 
-def _tokenizer_in(folder: Path, config: Config, rows: int) -> Tokenizer:
-    """Build the tokenizer whose files are in `folder`.
+def _tokenizer_in(source: Path, folder: Path, config: Config, rows: int) -> Tokenizer:
+    """Build the tokenizer whose files are in `source`, or else in `folder`.
 
     Raises:
         HubError: The tokenizer has ids for which the model has no embedding.
     """
-    data = config.data.model_copy(update={"vocab_file": str(folder / _TOKENIZER[0])})
+    name = Path(str(config.data.vocab_file)).name
+    path = source / name if (source / name).is_file() else folder / name
+    data = config.data.model_copy(update={"vocab_file": str(path)})
     tokenizer = tokenizer_of(config.model_copy(update={"data": data}))
     if tokenizer.vocab_size > rows:
-        raise HubError(
-            f"tokenizer.json has {tokenizer.vocab_size} ids, but the model embeds only {rows}"
-        )
+        raise HubError(f"{name} has {tokenizer.vocab_size} ids, but the model embeds only {rows}")
     return tokenizer

@@ -18,7 +18,7 @@ from transformers import DynamicCache, PretrainedConfig
 from megatron.attention.call import Call, lowered
 from megatron.attention.eager import eager
 from megatron.model.activations import GATES, activate
-from megatron.model.heads import by_key_heads, divide_heads
+from megatron.model.heads import by_key_heads, divide_heads, normed_heads
 from megatron.model.norm import Norm
 from megatron.positional.base import PositionalEmbedding
 
@@ -30,6 +30,13 @@ class KerpleConfig(PretrainedConfig):
         norm: `layernorm`, `rmsnorm` (epsilon outside the root), `fused_rmsnorm` (epsilon inside the
             root) or `scalenorm`.
         intermediate_size: The inner width of the MLP.
+        head_size: The size of a head; None means hidden_size / num_attention_heads.
+        qk_norm_kind: The kind of the norm of queries and keys: `by_head`, `shared` or `joined`.
+        output_norms: Whether norms are applied to the outputs of attention and MLP, not to their
+            inputs.
+        gpt_j_tied: Whether attention and MLP share one norm.
+        qkv_bias: Whether queries, keys and values have a bias even without `attention_bias`.
+        output_bias: Whether the output layer has a bias.
         output_gate: Whether attention's output is multiplied by a sigmoid gate of its input.
         pos_emb: The positional embedding of each layer, or one name for all layers.
         pos_emb_options: Maps names of positional embeddings to their options.
@@ -52,7 +59,8 @@ class KerpleConfig(PretrainedConfig):
         attention_bias=True, mlp_bias=True, gpt_j_residual=False, rotary_ndims=16,
         rotary_base=10000.0, pos_emb="none", pos_emb_options=None, theta_per_layer=False,
         distance_scale=1.0, windows=None, document_end=None, restart_positions=False,
-        position_offset=0, use_cache=True, **kwargs,
+        position_offset=0, head_size=None, qk_norm_kind="by_head", output_norms=False,
+        gpt_j_tied=False, qkv_bias=False, output_bias=False, use_cache=True, **kwargs,
     ):  # fmt: skip
         own = dict(locals())
         for name in ("self", "kwargs", "__class__"):
@@ -118,24 +126,33 @@ class Attention(nn.Module):
     def __init__(self, config: KerpleConfig, index: int, pos: PositionalEmbedding, columns: slice):
         super().__init__()
         hidden, bias = config.hidden_size, config.attention_bias
-        self.size = hidden // config.num_attention_heads
-        self.group = config.num_attention_heads // config.num_key_value_heads
+        heads, key_heads = config.num_attention_heads, config.num_key_value_heads
+        self.size = config.head_size or hidden // heads
+        self.group, inner = heads // key_heads, heads * self.size
         self.index, self.pos, self.columns = index, pos, columns
         self.rotary = {"rotary_ndims": config.rotary_ndims, "base": config.rotary_base}
         self.window = config.windows[index] if config.windows else None
-        widths = hidden + 2 * hidden // self.group
-        self.query_key_value = nn.Linear(hidden, widths, bias=bias)
-        heads = config.num_attention_heads
-        self.qk_layernorm = norm_of(config, self.size, heads) if config.qk_norm else None
-        self.dense = nn.Linear(hidden, hidden, bias=bias)
+        widths = inner + 2 * key_heads * self.size
+        self.query_key_value = nn.Linear(hidden, widths, bias=bias or config.qkv_bias)
+        self.joined, by_head = config.qk_norm_kind == "joined", config.qk_norm_kind == "by_head"
+        self.qk_layernorm = self.query_norm = self.key_norm = None
+        if config.qk_norm and by_head:
+            self.qk_layernorm = norm_of(config, self.size, heads)
+        elif config.qk_norm:
+            self.query_norm = norm_of(config, inner if self.joined else self.size)
+            self.key_norm = norm_of(config, key_heads * self.size if self.joined else self.size)
+        self.dense = nn.Linear(inner, hidden, bias=bias)
         self.gate = nn.Linear(hidden, heads) if pos.has("gate") else None
-        self.output_gate = nn.Linear(hidden, hidden, bias=bias) if config.output_gate else None
+        self.output_gate = nn.Linear(hidden, inner, bias=bias) if config.output_gate else None
 
     def forward(
         self, x_BTD: Tensor, theta_HN: Tensor, at: Columns, cache: DynamicCache | None
     ) -> Tensor:
         theta_HN = theta_HN[:, self.columns]
         qkv_BTW = self.query_key_value(x_BTD)
+        if self.query_norm is not None and self.key_norm is not None:
+            norms = (self.query_norm, self.key_norm)
+            qkv_BTW = normed_heads(qkv_BTW, self.group, self.size, norms, joined=self.joined)
         qkv_BKTW = by_key_heads(qkv_BTW, self.group, self.size, self.qk_layernorm)
         q_BHTE, k_BKTE, v_BKSE = divide_heads(qkv_BKTW, self.size)
         group = q_BHTE.shape[1] // k_BKTE.shape[1]
@@ -191,16 +208,25 @@ class Block(nn.Module):
     def __init__(self, config: KerpleConfig, index: int, pos: PositionalEmbedding, columns: slice):
         super().__init__()
         self.gpt_j_residual = config.gpt_j_residual
-        self.input_layernorm = norm_of(config, config.hidden_size)
+        hidden, outputs = config.hidden_size, config.output_norms
+        self.input_layernorm = None if outputs else norm_of(config, hidden)
         self.attention = Attention(config, index, pos, columns)
-        self.post_attention_layernorm = norm_of(config, config.hidden_size)
+        self.post_attention_layernorm = None if config.gpt_j_tied else norm_of(config, hidden)
         self.mlp = MLP(config)
+        self.post_mlp_layernorm = norm_of(config, hidden) if outputs else None
 
     def forward(
         self, x_BTD: Tensor, theta_HN: Tensor, at: Columns, cache: DynamicCache | None
     ) -> Tensor:
-        attention_BTD = self.attention(self.input_layernorm(x_BTD), theta_HN, at, cache)
+        second = self.post_attention_layernorm
+        normed_BTD = x_BTD if self.input_layernorm is None else self.input_layernorm(x_BTD)
+        attention_BTD = self.attention(normed_BTD, theta_HN, at, cache)
         if self.gpt_j_residual:
-            return x_BTD + (attention_BTD + self.mlp(self.post_attention_layernorm(x_BTD)))
+            mlp_BTD = self.mlp(normed_BTD if second is None else second(x_BTD))
+            return x_BTD + (attention_BTD + mlp_BTD)
+        assert second is not None
+        if self.post_mlp_layernorm is not None:
+            x_BTD = x_BTD + second(attention_BTD)
+            return x_BTD + self.post_mlp_layernorm(self.mlp(x_BTD))
         x_BTD = x_BTD + attention_BTD
-        return x_BTD + self.mlp(self.post_attention_layernorm(x_BTD))
+        return x_BTD + self.mlp(second(x_BTD))

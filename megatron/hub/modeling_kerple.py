@@ -84,7 +84,7 @@ class KerpleForCausalLM(PreTrainedModel, GenerationMixin):
         self.final_norm = norm_of(config, config.hidden_size)
         self.output: nn.Linear | None = None
         if not config.tie_word_embeddings:
-            self.output = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+            self.output = nn.Linear(config.hidden_size, config.vocab_size, bias=config.output_bias)
         self.theta: Tensor | None
         self.register_buffer("theta", None)
         if pos.parameters:
@@ -141,7 +141,7 @@ class KerpleForCausalLM(PreTrainedModel, GenerationMixin):
             x_BTD = layer(x_BTD, theta_HN.to(wide), at, past_key_values)
         x_BTD = self.final_norm(x_BTD)[:, -logits_to_keep:]
         matrix = self.embedding.word_embeddings if self.output is None else self.output
-        logits_BTV = F.linear(x_BTD, matrix.weight)
+        logits_BTV = F.linear(x_BTD, matrix.weight, getattr(matrix, "bias", None))
         loss = None
         if labels is not None:
             loss = self.loss_function(logits_BTV, labels, self.config.vocab_size, **kwargs)

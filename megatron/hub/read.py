@@ -22,7 +22,7 @@ _MOST_LISTED = 12
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt")
 _FLOATS = {"F64", "F32", "F16", "BF16"}
 # Buffers of older versions, whose values follow from config.json.
-_BUFFERS = re.compile(r".*\.(attention\.(masked_)?bias|rotary_emb\.inv_freq)")
+_BUFFERS = re.compile(r".*\.(attn|attention)\.(masked_)?bias|.*\.rotary_emb\.inv_freq")
 _OUTPUT = ("lm_head.weight", "embed_out.weight")  # GPTNeoX has both names
 
 
@@ -87,6 +87,9 @@ def read_weights(folder: Path, layout: Mapping[str, Parts]) -> dict[str, Tensor]
     """
     wanted = {name: shape for parts in layout.values() for name, shape in parts.shapes()}
     found = _open(folder)
+    # Files of the base class leave out the first part of each name.
+    whole = {name.partition(".")[2]: name for name in wanted if name not in _OUTPUT}
+    found = {name if name in wanted else whole.get(name, name): x for name, x in found.items()}
     if _OUTPUT[1] in wanted and _OUTPUT[0] in found:
         found[_OUTPUT[1]] = found.pop(_OUTPUT[0])
     problems = [f"{name}: missing" for name in wanted if name not in found]

@@ -1,10 +1,14 @@
 """Convert our weights to the names and tensors of transformers, and back.
 
-Most of our tensors are single tensors in transformers, too. Llama and Mistral store two of our
+Most of our tensors are single tensors in transformers, too. Classes such as Llama store two of our
 tensors in several parts. (Legend: K key heads, D hidden size.)
 
     query_key_value    [K, (q ... q | k | v), D]    q_proj, k_proj, v_proj
     dense_h_to_4h      [1, (value | gate), D]       up_proj, gate_proj
+
+GPT-2 stores the matrices of its layers transposed, and q, k and v as one matrix [D, (q | k | v)].
+In each head, GPT-J rotates the pairs of dimensions (0, 1), (2, 3), ..., where ours are (0, R / 2),
+(1, R / 2 + 1), ..., with R rotating dimensions. So the rows of queries and keys change their order.
 """
 
 from __future__ import annotations
@@ -28,36 +32,62 @@ class Parts:
     """The parts of one of our tensors: the tensors in transformers that correspond to it.
 
     For each head, our tensor has the head's rows of part 1, then the head's rows of part 2, and so
-    on. A single part is equal to our tensor.
+    on. A single part has our tensor's values.
 
     Attributes:
         names: The names of the parts.
         heads: The number of heads into which the rows are divided: the number of key heads, or 1.
         rows: The number of rows of each part per head.
         columns: The sizes of all dimensions after the rows.
+        transposed: Whether the stored matrices are transposed.
+        turning: The number of dimensions of each head that rotate in pairs of neighbours; 0 if the
+            order of dimensions is ours.
     """
 
     names: tuple[str, ...]
     heads: int
     rows: tuple[int, ...]
     columns: tuple[int, ...]
+    transposed: bool = False
+    turning: int = 0
 
     def shapes(self) -> Iterator[tuple[str, tuple[int, ...]]]:
         """Yield the name and the shape of each part."""
-        for name, rows in zip(self.names, self.rows, strict=True):
-            yield name, (self.heads * rows, *self.columns)
+        every = self.rows if len(self.names) > 1 else (sum(self.rows),)
+        for name, rows in zip(self.names, every, strict=True):
+            shape = (self.heads * rows, *self.columns)
+            yield name, shape[::-1] if self.transposed else shape
 
     def join(self, parts: list[Tensor]) -> Tensor:
         """Return this project's tensor, joined from the tensors of transformers."""
-        if len(parts) == 1:
+        parts = [part.T.contiguous() for part in parts] if self.transposed else parts
+        if len(self.rows) == 1:
             return parts[0]
+        if len(parts) == 1:
+            parts = list(parts[0].split([self.heads * rows for rows in self.rows]))
         grouped = [part.unflatten(0, (self.heads, -1)) for part in parts]
+        grouped[:2] = (_turned(part, self.turning // 2, 2) for part in grouped[:2])
         return torch.cat(grouped, dim=1).flatten(0, 1)
 
     def split(self, tensor: Tensor) -> list[Tensor]:
         """Return the parts of our tensor. This method is the inverse of `join`."""
-        grouped = tensor.unflatten(0, (self.heads, -1)).split(self.rows, dim=1)
-        return [part.flatten(0, 1).clone() for part in grouped]  # files store no views
+        grouped = list(tensor.unflatten(0, (self.heads, -1)).split(self.rows, dim=1))
+        grouped[:2] = (_turned(part, 2, self.turning // 2) for part in grouped[:2])
+        parts = [part.flatten(0, 1) for part in grouped]
+        if len(self.names) == 1:
+            parts = [torch.cat(parts)]
+        parts = [part.T for part in parts] if self.transposed else parts
+        return [part.clone(memory_format=torch.contiguous_format) for part in parts]  # no views
+
+
+def _turned(rows: Tensor, pairs: int, of: int) -> Tensor:
+    """Read the first pairs * of rows of each head as a table [pairs, of], and transpose it.
+
+    Args:
+        rows: The rows of all heads [heads, rows of a head, ...].
+    """
+    turning = rows[:, : pairs * of].unflatten(1, (pairs, of)).transpose(1, 2).flatten(1, 2)
+    return torch.cat((turning, rows[:, pairs * of :]), dim=1) if pairs * of else rows
 
 
 def layout_of(kind: HubClass | None, shape: GPTShape, pos: PositionalEmbedding) -> dict[str, Parts]:
@@ -86,11 +116,13 @@ def _parts(kind: HubClass | None, shape: GPTShape, name: str, size: tuple[int, .
     module, _, leaf = name.rpartition(".")
     layer = re.fullmatch(r"layers\.(\d+)\.(.+)", module)
     prefix, module = (f"{kind.layers}{layer[1]}.", layer[2]) if layer else ("", module)
-    theirs = kind.modules.get(module, (module,))
+    theirs = kind.modules.get(module, module).split()
     names = tuple(f"{prefix}{each}.{'weight' if leaf == 'scale' else leaf}" for each in theirs)
-    heads, rows = 1, (size[0] // len(names),) * len(names)
-    if len(names) == 3:
+    heads, rows, turning = 1, (size[0] // len(names),) * len(names), 0
+    if len(names) == 3 or (kind.transposed and module == "attention.query_key_value"):
         block = shape.block
         heads = block.num_heads // block.group
         rows = (block.group * block.head_size, block.head_size, block.head_size)
-    return Parts(names, heads, rows, size[1:])
+        turning = block.rotary_ndims if "rotary_dim" in kind.defaults else 0
+    transposed = kind.transposed and layer is not None and len(size) == 2
+    return Parts(names, heads, rows, size[1:], transposed, turning)

@@ -2,9 +2,12 @@
 
     pre-norm         x = x + drop(attention(norm1(x)));  x = x + drop(mlp(norm2(x)))
     gpt_j_residual   x = x + (drop(attention(norm1(x))) + drop(mlp(norm2(x))))
+    output_norms     x = x + drop(norm1(attention(x)));  x = x + drop(norm2(mlp(x)))
 
-Legend: B batch, T positions, D hidden size, H heads, K key heads, E head size (D = H E), N columns
-of theta, drop dropout.
+With `gpt_j_tied`, norm2 is norm1.
+
+Legend: B batch, T positions, D hidden size, H heads, K key heads, E head size (by default D / H), N
+columns of theta, drop dropout.
 
 One fused projection computes queries, keys and values (see `heads`). With `output_gate`, the
 output of attention (before the projection `dense`) is multiplied by the gate sigmoid(W norm1(x) +
@@ -33,7 +36,8 @@ from torch import nn
 from megatron.model.activations import ACTIVATIONS, GATES, activate, stepwise_tanh_gelu
 from megatron.model.block_norm import BlockNorm
 from megatron.model.cache import LayerCache
-from megatron.model.heads import by_key_heads, divide_heads
+from megatron.model.heads import by_key_heads, divide_heads, normed_heads
+from megatron.model.qk_norm import OwnNorm
 from megatron.model.shape import Plan
 from megatron.parallel.collectives import add_partial, all_to_all
 from megatron.parallel.groups import ALONE
@@ -64,19 +68,23 @@ class SelfAttention(nn.Module):
         self.documents = plan.documents
         self.shape = shape = plan.shape.block
         hidden, tp = shape.hidden_size, plan.tp
-        bias = shape.attention_bias
-        widths = hidden + 2 * hidden // shape.group  # of queries, of keys and values
-        self.query_key_value = ColumnLinear(hidden, widths, tp, bias=bias)
-        E = shape.head_size
+        bias, E = shape.attention_bias, shape.head_size
+        inner, key_heads = shape.num_heads * E, shape.num_heads // shape.group
+        widths = inner + 2 * key_heads * E  # of queries, of keys and values
+        self.query_key_value = ColumnLinear(hidden, widths, tp, bias=bias or shape.qkv_bias)
         mark_fused(self.query_key_value.weight, (shape.group * E, E, E))
-        self.qk_layernorm = BlockNorm(shape, tp, by_head=True) if shape.qk_norm else None
-        self.dense = RowLinear(hidden, hidden, tp, bias=bias, numerics=shape.numerics)
+        by_head = shape.qk_norm and shape.qk_norm_kind == "by_head"
+        self.qk_layernorm = BlockNorm(shape, tp, by_head=True) if by_head else None
+        key_heads //= tp.size
+        own = shape.qk_norm and not by_head
+        self.query_norm = OwnNorm(shape, key_heads * shape.group, tp) if own else None
+        self.key_norm = OwnNorm(shape, key_heads, tp) if own else None
+        self.dense = RowLinear(inner, hidden, tp, bias=bias, numerics=shape.numerics)
         # Context parallelism needs a multiple of `cp.size` key heads.
-        key_heads = shape.num_heads // shape.group // tp.size
         self.copies = self.cp.size // math.gcd(key_heads, self.cp.size)
         self.gate = ColumnLinear(hidden, shape.num_heads, tp) if self.pos.has("gate") else None
         gated = shape.output_gate
-        self.output_gate = ColumnLinear(hidden, hidden, tp, bias=bias) if gated else None
+        self.output_gate = ColumnLinear(hidden, inner, tp, bias=bias) if gated else None
 
     def forward(
         self,
@@ -137,6 +145,9 @@ class SelfAttention(nn.Module):
         """
         shape, qkv_BTW = self.shape, self.query_key_value(x_BTD)
         size, group = shape.head_size, shape.group
+        if self.query_norm is not None and self.key_norm is not None:
+            norms, joined = (self.query_norm, self.key_norm), shape.qk_norm_kind == "joined"
+            qkv_BTW = normed_heads(qkv_BTW, group, size, norms, joined=joined)
         qkv_BKTW = by_key_heads(qkv_BTW, group, size, self.qk_layernorm, copies=self.copies)
         # Now fewer heads, all positions.
         return divide_heads(all_to_all(qkv_BKTW, self.cp, split=1, join=2), size)
@@ -216,10 +227,11 @@ class Block(nn.Module):
         super().__init__()
         shape, tp = plan.shape.block, plan.tp
         self.gpt_j_residual, self.tp = shape.gpt_j_residual, tp
-        self.input_layernorm = BlockNorm(shape, tp)
+        self.input_layernorm = None if shape.output_norms else BlockNorm(shape, tp)
         self.attention = SelfAttention(plan, index)
-        self.post_attention_layernorm = BlockNorm(shape, tp)
+        self.post_attention_layernorm = None if shape.gpt_j_tied else BlockNorm(shape, tp)
         self.mlp = MLP(plan)
+        self.post_mlp_layernorm = BlockNorm(shape, tp) if shape.output_norms else None
         # Parallel branches drop before the sum over ranks. Then all ranks hold all positions of a
         # partial sum and need the same mask.
         self.dropout = HiddenDropout(shape.hidden_dropout, ALONE if shape.gpt_j_residual else tp)
@@ -231,10 +243,15 @@ class Block(nn.Module):
         starts_BS: torch.Tensor | None = None,
         cache: LayerCache | None = None,
     ) -> torch.Tensor:
-        partial, normed_BTD = self.gpt_j_residual, self.input_layernorm(x_BTD)
+        partial, second = self.gpt_j_residual, self.post_attention_layernorm
+        normed_BTD = x_BTD if self.input_layernorm is None else self.input_layernorm(x_BTD)
         attention = self.attention(normed_BTD, theta_HN, starts_BS, partial, cache)
-        if self.gpt_j_residual:
-            mlp = self.mlp(self.post_attention_layernorm(x_BTD), partial=True)
+        if partial:
+            mlp = self.mlp(normed_BTD if second is None else second(x_BTD), partial=True)
             return add_partial(x_BTD, self.dropout(attention), self.dropout(mlp), tp=self.tp)
+        assert second is not None
+        if self.post_mlp_layernorm is not None:
+            x_BTD = x_BTD + self.dropout(second(attention))
+            return x_BTD + self.dropout(self.post_mlp_layernorm(self.mlp(x_BTD)))
         x_BTD = x_BTD + self.dropout(attention)
-        return x_BTD + self.dropout(self.mlp(self.post_attention_layernorm(x_BTD)))
+        return x_BTD + self.dropout(self.mlp(second(x_BTD)))

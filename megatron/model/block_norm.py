@@ -42,11 +42,7 @@ class BlockNorm(Norm):
     """
 
     def __init__(self, shape: BlockShape, tp: TensorGroup = ALONE, *, by_head: bool = False):
-        kind = shape.norm
-        if kind not in ("layernorm", "rmsnorm", "scalenorm"):
-            raise ValueError(f"norm {kind!r} is unknown; use layernorm, rmsnorm or scalenorm")
-        if kind == "rmsnorm" and shape.fused_norm:
-            kind = "fused_rmsnorm"
+        kind = kind_of(shape)
         dim, heads = shape.hidden_size, 1
         if by_head:
             dim, heads = shape.head_size, shape.num_heads // tp.size
@@ -66,6 +62,17 @@ class BlockNorm(Norm):
         if self.kernel is not None:
             return self.kernel(x, *weights, (self.dim,), self.eps)
         return self.normed(x, *weights)
+
+
+def kind_of(shape: BlockShape) -> str:
+    """Return the name by which `Norm` knows the norm `shape.norm`.
+
+    Raises:
+        ValueError: `shape.norm` is not `layernorm`, `rmsnorm` or `scalenorm`.
+    """
+    if shape.norm not in ("layernorm", "rmsnorm", "scalenorm"):
+        raise ValueError(f"norm {shape.norm!r} is unknown; use layernorm, rmsnorm or scalenorm")
+    return "fused_rmsnorm" if shape.norm == "rmsnorm" and shape.fused_norm else shape.norm
 
 
 def apex_norm(shape: BlockShape) -> tuple[_Kernel | None, str]:

@@ -155,7 +155,7 @@ def output_layer(plan: Plan) -> tuple[type[nn.Linear], dict[str, Any]]:
     """Return the class of an untied output layer, and its constructor arguments."""
     shape = plan.shape
     sizes = {"in_features": shape.block.hidden_size, "out_features": shape.vocab_size}
-    sizes |= {"tp": plan.tp, "bias": False}
+    sizes |= {"tp": plan.tp, "bias": shape.output_bias}
     if shape.row_parallel_output:
         return RowLinear, sizes | {"scatter": True}
     return ColumnLinear, sizes

@@ -47,6 +47,31 @@ def by_key_heads(
     return qkv.flatten(3).transpose(1, 2)
 
 
+def normed_heads(
+    qkv_BTW: Tensor,
+    group: int,
+    size: int,
+    norms: tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]],
+    *,
+    joined: bool,
+) -> Tensor:
+    """Normalise the queries and the keys in the output of the projection `query_key_value`.
+
+    Args:
+        group: The number of query heads that share a key head.
+        size: The head size.
+        norms: The norm of queries, and the norm of keys.
+        joined: Whether a norm gets all heads as one vector [batch, positions, heads * size],
+            instead of vectors [..., size].
+    """
+    q, k, v = qkv_BTW.unflatten(-1, (-1, group + 2, size)).split([group, 1, 1], dim=3)
+    q, k = (
+        norm(x.flatten(2)).view_as(x) if joined else norm(x)
+        for x, norm in zip((q, k), norms, strict=True)
+    )
+    return torch.cat((q, k, v), dim=3).flatten(2)
+
+
 def divide_heads(qkv_BKTW: Tensor, size: int) -> tuple[Tensor, Tensor, Tensor]:
     """Divide the result of `by_key_heads` into queries, keys and values.
 

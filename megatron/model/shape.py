@@ -25,10 +25,19 @@ class BlockShape:
         inner_size: The inner width of the MLP. None means 4 * hidden_size, or int(8/3 *
             hidden_size) for `geglu`, as in KERPLE's published code.
         num_kv_heads: The number of key and value heads. None means one for each query head.
-        qk_norm: Whether the norm `norm` is applied to each head's queries and keys.
+        head_dim: The head size. None means hidden_size / num_heads.
+        qk_norm: Whether the norm `norm` is applied to queries and keys.
+        qk_norm_kind: The kind of this norm. `by_head`: one norm, which has weights for each query
+            head, for queries and keys. `shared`: one norm for queries and one for keys, each with
+            one vector of weights for all heads. `joined`: the same two norms, but over all heads at
+            once.
         output_gate: Whether attention's output is multiplied by a gate (see `block`).
         attention_bias: Whether the linear layers of attention have a bias.
+        qkv_bias: Whether queries, keys and values have a bias even without `attention_bias`.
         mlp_bias: Whether the linear layers of the MLP have a bias.
+        gpt_j_tied: Whether attention and MLP share one norm. It needs `gpt_j_residual`.
+        output_norms: Whether norms are applied to the outputs of attention and MLP, not to their
+            inputs.
         tanh_gelu: Whether to use the tanh approximation of gelu.
         rotary_pct: The fraction of each head's dimensions that a rotary embedding rotates.
         numerics: Prescribes where norms, activations, the MLP and the output projection of
@@ -41,13 +50,18 @@ class BlockShape:
     norm_eps: float = 1e-5
     fused_norm: bool = False
     gpt_j_residual: bool = False
+    gpt_j_tied: bool = False
+    output_norms: bool = False
     activation: str = "gelu"
     tanh_gelu: bool = False
     inner_size: int | None = None
     num_kv_heads: int | None = None
+    head_dim: int | None = None
     qk_norm: bool = False
+    qk_norm_kind: str = "by_head"
     output_gate: bool = False
     attention_bias: bool = True
+    qkv_bias: bool = False
     mlp_bias: bool = True
     attention_dropout: float = 0.0
     hidden_dropout: float = 0.0
@@ -57,7 +71,7 @@ class BlockShape:
 
     @property
     def head_size(self) -> int:
-        return self.hidden_size // self.num_heads
+        return self.head_dim or self.hidden_size // self.num_heads
 
     @property
     def group(self) -> int:
@@ -92,6 +106,7 @@ class GPTShape:
         position_offset: The number that is added to every position before the lookup in a trained
             position table (2 in OPT).
         checkpoint_activations: Whether to recompute each block in the backward pass.
+        output_bias: Whether an untied output layer has a bias.
         row_parallel_output: Whether an untied output layer is row-parallel (sharded by its inputs)
             instead of column-parallel (sharded by vocabulary). Logits are the same.
     """
@@ -107,6 +122,7 @@ class GPTShape:
     position_offset: int = 0
     checkpoint_activations: bool = False
     row_parallel_output: bool = False
+    output_bias: bool = False
 
 
 @dataclass(frozen=True)

@@ -31,10 +31,15 @@ BASE = {
     "activation": "swiglu",  # two stacked matrices, each to be cut by itself
     "num_attention_heads": 8,
     "num_kv_heads": 4,
+    "head_dim": 8,  # not hidden_size / num_attention_heads
     "use_qk_layernorm": True,
+    "qk_layernorm_kind": "joined",
+    "output_norms": True,
     "attention_output_gate": True,
     "use_bias_in_attn_linear": False,
+    "add_qkv_bias": True,
     "norm": "rmsnorm",
+    "rmsnorm_fusion": True,
 }
 LAYOUTS = {
     "one": {},

@@ -45,8 +45,11 @@ DROPOUT = {"hidden_dropout": 0.2, "attention_dropout": 0.2}
 VARIANTS = {
     "alibi": {"pos_emb": "alibi"},
     "learned": {"pos_emb": "learned", "max_position_embeddings": 64},
-    "gpt_j": {"gpt_j_residual": True, "activation": "geglu"},
-    "recomputed": {"checkpoint_activations": True, "no_weight_tying": True},
+    "gpt_j": {"gpt_j_residual": True, "gpt_j_tied": True, "activation": "geglu"},
+    "recomputed": {
+        **{"checkpoint_activations": True, "no_weight_tying": True, "output_layer_bias": True},
+        **{"output_norms": True, "head_dim": 8},
+    },
     "z_loss": {"z_loss": 0.1},
     "fp32 sums": {**cell(1, "bf16"), "data_types": {"grad_accum_dtype": "fp32"}},
 }

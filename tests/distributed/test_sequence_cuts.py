@@ -5,8 +5,9 @@ import torch
 import torch.distributed as dist
 
 from megatron.parallel.sharding import sharding_of, unsharded
+from tests.distributed.tensor_parallel_models import VARIANTS, build
 from tests.distributed.test_pipeline import DROPOUT, train
-from tests.distributed.test_tensor_parallel import VARIANTS, build, in_pieces
+from tests.distributed.test_tensor_parallel import in_pieces
 from tests.helpers.jobs import cell, digest, measured, rewind, rows, write_shards
 from tests.helpers.launch import run_ranks
 

@@ -8,13 +8,10 @@ from unittest import mock
 import pytest
 import torch
 
-from megatron.attention import choose
 from megatron.engine.checkpoint.saved_checkpoints import Saved, newest
-from megatron.model import GPT, BlockShape, GPTShape, Plan
 from megatron.parallel import loss
-from megatron.parallel.groups import ALONE
-from megatron.parallel.sharding import local_slice, sharding_of, shardings_of
-from megatron.positional import load
+from megatron.parallel.sharding import sharding_of, shardings_of
+from tests.distributed.tensor_parallel_models import VARIANTS, build
 from tests.helpers.jobs import (
     cell,
     digest,
@@ -26,62 +23,6 @@ from tests.helpers.jobs import (
     write_shards,
 )
 from tests.helpers.launch import run_ranks
-
-BASE = {"pos": "kerple_log", "tied": True, "row": False, "gpt_j": False, "activation": "gelu"}
-LLAMA = {
-    "hidden_size": 32,
-    "num_heads": 8,
-    "num_kv_heads": 4,  # for two tensor-parallel and two context-parallel ranks
-    "activation": "swiglu",
-    "inner_size": 20,
-    "attention_bias": False,
-    "mlp_bias": False,
-    "norm": "rmsnorm",
-    "fused_norm": True,
-}
-VARIANTS = {
-    "plain": {},
-    "llama": {"pos": "rotary", "tied": False, "block": LLAMA},
-    "llama, two key heads": {"pos": "rotary", "block": LLAMA | {"num_kv_heads": 2}},
-    "llama, q and k normed": {"pos": "rotary", "block": LLAMA | {"qk_norm": True}},
-    "layernorm of q and k": {"block": {"qk_norm": True}},
-    "output gate": {"block": {"output_gate": True}},
-    "scalenorm of q and k": {"block": {"qk_norm": True, "norm": "scalenorm"}},
-    "kerple_power": {"pos": "kerple_power"},
-    "rpe": {"pos": "rpe"},
-    "alibi": {"pos": "alibi"},
-    "rotary": {"pos": "rotary"},
-    "fire": {"pos": "kerple_log + fire"},
-    "learned": {"pos": "learned", "rows": 13},  # as many as the longest sequence has tokens
-    "untied": {"tied": False},
-    "output cut by inputs": {"tied": False, "row": True},
-    "gpt_j_residual": {"gpt_j": True},
-    "geglu": {"activation": "geglu"},
-    "scalenorm": {"norm": "scalenorm"},
-    "losses in pieces": {"z_loss": 0.2},
-    "losses in pieces, output cut by inputs": {"z_loss": 0.2, "tied": False, "row": True},
-}
-
-
-def build(tp, dropout=0.0, cp=ALONE, **changes):
-    """Build a float64 model with nonzero biases, so that adding one twice would be noticed."""
-    v = BASE | changes
-    pos = load(v["pos"])
-    values = {"hidden_size": 24, "num_heads": 4, "gpt_j_residual": v["gpt_j"]}
-    values |= {"activation": v["activation"], "norm": v.get("norm", "layernorm")}
-    values |= {"attention_dropout": dropout, "hidden_dropout": dropout} | v.get("block", {})
-    block = BlockShape(**values)
-    rows = v.get("rows", 16)
-    shape = GPTShape(2, 32, block, rows, tie_weights=v["tied"], row_parallel_output=v["row"])
-    attend = choose("eager", pos, device_type="cpu", dtype=torch.float64)
-    z_loss = v.get("z_loss", 0.0)
-    model = GPT(Plan(shape, pos, attend, 1, tp=tp or ALONE, cp=cp, z_loss=z_loss)).double()
-    with torch.no_grad():
-        for name, param in model.named_parameters():
-            if name.endswith("bias") or "qk_layernorm" in name:
-                whole = torch.linspace(-0.3, 0.4, param.numel() * getattr(param, "shard_count", 1))
-                param.copy_(local_slice(param, whole))
-    return model
 
 
 def in_pieces(model, sharded):
@@ -195,6 +136,10 @@ JOB = {
     "eval_tokens": 256,
     "num_kv_heads": 2,
     "use_qk_layernorm": True,
+    "qk_layernorm_kind": "shared",
+    "gpt_j_residual": True,
+    "gpt_j_tied": True,
+    "output_layer_bias": True,
     "activation": "swiglu",
     "mlp_multiple_of": 2,
 }

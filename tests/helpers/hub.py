@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 import transformers
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
 from torch.overrides import TorchFunctionMode
 
 from megatron.config import load_config
@@ -26,8 +26,18 @@ SIZES = {
 KINDS = {
     "gpt_neox": (transformers.GPTNeoXConfig, transformers.GPTNeoXForCausalLM),
     "llama": (transformers.LlamaConfig, transformers.LlamaForCausalLM),
+    "qwen3": (transformers.Qwen3Config, transformers.Qwen3ForCausalLM),
+    "olmo2": (transformers.Olmo2Config, transformers.Olmo2ForCausalLM),
+    "stablelm": (transformers.StableLmConfig, transformers.StableLmForCausalLM),
+    "phi": (transformers.PhiConfig, transformers.PhiForCausalLM),
+    "gptj": (transformers.GPTJConfig, transformers.GPTJForCausalLM),
+    "gpt2": (transformers.GPT2Config, transformers.GPT2LMHeadModel),
+    "opt": (transformers.OPTConfig, transformers.OPTForCausalLM),
+    "qwen2": (transformers.Qwen2Config, transformers.Qwen2ForCausalLM),
     "mistral": (transformers.MistralConfig, transformers.MistralForCausalLM),
 }
+_NAMES = {kind: {"intermediate_size": "n_inner"} for kind in ("gptj", "gpt2")}
+_NAMES["opt"] = {"intermediate_size": "ffn_dim"}
 
 
 class Wide(TorchFunctionMode):
@@ -48,17 +58,24 @@ def hub_model(kind: str, **changes):
     """Return a model of transformers with random weights, in eval mode and float32."""
     config, model = KINDS[kind]
     torch.manual_seed(3)
-    made = model(config(**(SIZES | changes))).eval()
+    sizes = {_NAMES.get(kind, {}).get(name, name): size for name, size in SIZES.items()}
+    made = model(config(**(sizes | changes))).eval()
     with torch.no_grad():
         for parameter in made.parameters():  # biases start as 0, norms as 1
             parameter.add_(0.1 * torch.randn_like(parameter))
     return made
 
 
-def write_tokenizer(folder: Path, end: str = "<|endoftext|>") -> None:
-    """Write a tokenizer.json that encodes each byte as one token."""
+def write_tokenizer(folder: Path, end: str = "<|endoftext|>", *, normalised: bool = False) -> None:
+    """Write a tokenizer.json that encodes each byte as one token.
+
+    Args:
+        normalised: Whether texts are normalised, as transformers does for every Qwen2.
+    """
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
     made = Tokenizer(models.BPE({each: i for i, each in enumerate([*letters, end])}, []))
+    if normalised:
+        made.normalizer = normalizers.NFC()
     made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     made.decoder = decoders.ByteLevel()
     made.save(str(folder / "tokenizer.json"))

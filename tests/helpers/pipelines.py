@@ -141,9 +141,9 @@ def write_sentencepiece(path: Path, **options: Any) -> Path:
 
     model = io.BytesIO()
     sentencepiece.SentencePieceTrainer.train(
-        sentence_iterator=iter(TEXT), model_writer=model, vocab_size=340, model_type="bpe",
+        sentence_iterator=iter(TEXT), model_writer=model, vocab_size=340,
         byte_fallback=True, normalization_rule_name="identity", remove_extra_whitespaces=False,
-        hard_vocab_limit=False, num_threads=1, minloglevel=3, **options,
+        hard_vocab_limit=False, num_threads=1, minloglevel=3, **{"model_type": "bpe"} | options,
     )  # fmt: skip
     path.write_bytes(model.getvalue())
     return path

@@ -31,6 +31,19 @@ from tests.helpers.paths import FIXTURES
 RELEASE = FIXTURES / "parity" / "models" / "kerple_log" / "checkpoint"
 TRAINING = ("optimizer", "split", "tokenizer_type", "log_interval")
 SHORT = {"train_iters": 2, "train_micro_batch_size_per_gpu": 4, "eval_iters": 0, "save_interval": 1}
+TUNED = {
+    "llama": ("llama", {"num_key_value_heads": 2}),
+    "qwen2": ("qwen2", {"num_key_value_heads": 2}),
+    "qwen3": ("qwen3", {"num_key_value_heads": 2, "head_dim": 16}),
+    "olmo2": ("olmo2", {"num_key_value_heads": 2}),
+    "stablelm": ("stablelm", {"num_key_value_heads": 2, "use_parallel_residual": True}),
+    "phi": ("phi", {}),
+    "gptj": ("gptj", {"rotary_dim": 4}),
+    "gpt2": ("gpt2", dict.fromkeys(("attn_pdrop", "resid_pdrop", "embd_pdrop"), 0.0)),
+    "opt": ("opt", {"dropout": 0.0}),
+}
+LENGTHS = {"gptj": 64, "gpt2": 64, "opt": 64}
+"""The lengths of models whose position table allows no more."""
 LONG = {"finetune": True, "seq_length": 96, "train_iters": 1}
 
 
@@ -51,17 +64,20 @@ def trained(tmp_path_factory):
         path.write_text(yaml.safe_dump(keys))
         return path
 
-    hub_model("llama", num_key_value_heads=2).save_pretrained(folder / "hub")
-    import_folder(folder / "hub", folder / "imported")
-    llama = yaml.safe_load((folder / "imported" / "config.yml").read_text())
-    llama |= {key: BASE[key] for key in TRAINING}
+    tuned = []
+    for name, (kind, changes) in TUNED.items():
+        hub_model(kind, **changes).save_pretrained(folder / f"{name}-hub")
+        import_folder(folder / f"{name}-hub", folder / f"{name}-imported")
+        keys = yaml.safe_load((folder / f"{name}-imported" / "config.yml").read_text())
+        keys |= {key: BASE[key] for key in TRAINING} | LONG | {"seq_length": LENGTHS.get(name, 96)}
+        tuned.append(config_at(name, keys, load=str(folder / f"{name}-imported")))
     import_checkpoint(RELEASE / "global_step50000", folder / "kerple", summed_biases=False)
     published = {"num_layers": 3, "hidden_size": 64, "num_attention_heads": 4}
     published |= {"no_weight_tying": True, "make_vocab_size_divisible_by": 512}
     rotary = {"pos_emb": "rotary", "lr_decay_style": "constant", "warmup": 0}
     decay = {"lr_decay_style": "wsd", "wsd_decay_ratio": 0.5}
     configs = [
-        config_at("tuned", llama | LONG, load=str(folder / "imported")),
+        *tuned,
         config_at("longer", BASE | published | LONG, load=str(folder / "kerple"), train_iters=1),
         config_at("stable", BASE | rotary, train_iters=1),
         config_at("branch", BASE | rotary | decay, load=str(folder / "stable" / "global_step1")),
@@ -85,12 +101,15 @@ def loss_in_transformers(folder, inputs, targets):
     return torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten()).item()
 
 
-def test_a_model_of_transformers_is_trained_at_a_greater_length(trained):
-    config = load_config([trained / "tuned.yml"])
+@pytest.mark.parametrize("name", TUNED)
+def test_a_model_of_transformers_is_trained_at_a_greater_length(trained, name):
+    """The first loss is transformers'. A position table allows no greater length."""
+    config = load_config([trained / f"{name}.yml"])
     inputs, targets = batch(config)
-    assert inputs.shape == (4, 96) and hub_model("llama").config.max_position_embeddings == 64
-    wanted = loss_in_transformers(trained / "hub", inputs, targets)
-    assert rows(trained / "tuned")[1] == pytest.approx(wanted, abs=2e-6)
+    assert hub_model("llama").config.max_position_embeddings == 64
+    assert inputs.shape == (4, LENGTHS.get(name, 96))
+    wanted = loss_in_transformers(trained / f"{name}-hub", inputs, targets)
+    assert rows(trained / name)[1] == pytest.approx(wanted, abs=2e-6)
 
 
 def test_a_release_is_trained_at_a_greater_length(trained):

@@ -47,6 +47,16 @@ BLOCKS = [
     {"activation": "glu", "norm": "scalenorm", "use_qk_layernorm": True},
     {"activation": "bilinear", "gpt_j_residual": True, "norm": "rmsnorm"},
     {"activation": "mish", "attention_output_gate": True, "num_kv_heads": 2},
+    {
+        **{"norm": "rmsnorm", "rmsnorm_fusion": True, "num_kv_heads": 2, "head_dim": 6},
+        **{"use_qk_layernorm": True, "qk_layernorm_kind": "joined", "output_norms": True},
+    },
+    {
+        **{"use_qk_layernorm": True, "qk_layernorm_kind": "shared", "head_dim": 2},
+        **{"use_bias_in_attn_linear": False, "add_qkv_bias": True},
+        **{"output_layer_bias": True, "no_weight_tying": True},
+        **{"gpt_j_residual": True, "gpt_j_tied": True, "attention_output_gate": True},
+    },
     {"activation": "softsign", "sliding_window_width": 3},
     {"activation": "swish", "sliding_window_width": [[["none", 3], "all"]]},
     {"bias_gelu_fusion": True, "opt_pos_emb_offset": 2, "pos_emb": "learned"},

@@ -18,7 +18,7 @@ from megatron.hub.importing import import_folder
 from megatron.parallel.groups import build_groups
 from tests.helpers.hub import hub_model, write_tokenizer
 from tests.hub.test_export_hf import run_of
-from tests.hub.test_importing import LLAMA3, YARN
+from tests.hub.test_imported_logits import LLAMA3, YARN
 
 CLASSES = {
     "neox": ("gpt_neox", {"rope_parameters": {**YARN, "partial_rotary_factor": 0.5}}),
@@ -32,7 +32,17 @@ CLASSES = {
     ),
     "llama": ("llama", {"num_key_value_heads": 2, "rope_parameters": LLAMA3 | {"rope_theta": 5e5}}),
     "llama biases": ("llama", {"attention_bias": True, "mlp_bias": True, "hidden_act": "relu"}),
+    "llama, large heads": ("llama", {"head_dim": 12}),
     "mistral": ("mistral", {"num_key_value_heads": 1, "sliding_window": 7}),
+    "qwen3": ("qwen3", {"num_key_value_heads": 2, "head_dim": 12}),
+    "olmo2": ("olmo2", {"num_key_value_heads": 2, "rope_parameters": LLAMA3}),
+    "stablelm": ("stablelm", {"num_key_value_heads": 2, "use_qkv_bias": True}),
+    "stablelm parallel": ("stablelm", {"num_key_value_heads": 4, "use_parallel_residual": True}),
+    "phi": ("phi", {"num_key_value_heads": 2, "partial_rotary_factor": 0.25}),
+    "gptj": ("gptj", {"rotary_dim": 4}),
+    "gpt2": ("gpt2", {"n_inner": None}),
+    "opt": ("opt", {}),
+    "qwen2": ("qwen2", {"num_key_value_heads": 2, "rope_parameters": YARN}),
 }
 
 
@@ -45,14 +55,15 @@ def same(found, wanted):
 
 @torch.no_grad()
 @pytest.mark.parametrize(
-    ("name", "dtype"), list(zip(CLASSES, [torch.float32, torch.bfloat16] * 3, strict=False))
+    ("name", "dtype"),
+    list(zip(CLASSES, [torch.float32, torch.bfloat16] * len(CLASSES), strict=False)),
 )
 def test_a_model_of_transformers_comes_back_as_its_class(name, dtype, tmp_path):
     kind, changes = CLASSES[name]
     first, second = tmp_path / "first", tmp_path / "second"
     model = hub_model(kind, **changes).to(dtype)
     model.save_pretrained(first)
-    write_tokenizer(first)
+    write_tokenizer(first, normalised=kind.startswith("qwen"))
     import_folder(first, tmp_path / "run")
     second.mkdir()
     said = export(open_run(tmp_path / "run", groups=build_groups(torch.device("cpu"))), second)
@@ -128,13 +139,9 @@ def test_a_transformers_class_has_our_logits(tmp_path):
 
 def test_what_does_not_fit_is_named():
     run = run_of(pos_emb="kerple_log", norm="rmsnorm", gpt_j_residual=True, sliding_window_width=3)
-    assert misfits(run.config) == [
-        "pos_emb: kerple_log",
-        "rmsnorm_fusion: false (epsilon outside of the root)",
-        "norm: rmsnorm with activation: gelu",
-        "norm: rmsnorm with gpt_j_residual",
-        "sliding_window_width with biases",
-    ]
+    assert misfits(run.config) == ["norm", "norm_eps", "pos_emb", "sliding_window_width"]
+    run = run_of(pos_emb="rotary", num_kv_heads=2, eval_distance_scale=1.0)
+    assert misfits(run.config) == ["num_kv_heads"]
 
 
 def test_an_export_of_an_earlier_version_is_refused(tmp_path):

@@ -36,6 +36,13 @@ CASES = {
     "layernorm of q and k": LLAMA | {"qk_norm": True, "norm": "layernorm", "num_kv_heads": None},
     "scalenorm of q and k": LLAMA | {"qk_norm": True, "norm": "scalenorm"},
     "biases": LLAMA | {"attention_bias": True, "mlp_bias": True, "rotary_pct": 0.5},
+    "shared norms of q and k, large heads": LLAMA
+    | {"qk_norm": True, "qk_norm_kind": "shared", "head_dim": 16, "output_gate": True},
+    "joined norms of q and k": LLAMA
+    | {"qk_norm": True, "qk_norm_kind": "joined", "fused_norm": True, "output_norms": True},
+    "shared layernorms, one norm of two branches": LLAMA
+    | {"qk_norm": True, "qk_norm_kind": "shared", "norm": "layernorm", "qkv_bias": True}
+    | {"gpt_j_residual": True, "gpt_j_tied": True},
     "output gate": LLAMA | {"output_gate": True},
     "output gate with a bias": LLAMA | {"output_gate": True, "attention_bias": True},
     "everything": LLAMA
@@ -106,6 +113,22 @@ def rescaled(p, b, x, name, heads=1):
     return x / root * p[f"{name}.scale"].view(heads, -1)
 
 
+def normed_qk(normed, b, name, q, k):
+    """Return the normalised queries and keys [T, E] of each query head."""
+    if b.qk_norm_kind == "joined":  # each key head counts once
+        group = b.num_heads // (b.num_kv_heads or b.num_heads)
+        q = normed(torch.cat(q, -1), f"{name}.query_norm").split(b.head_size, -1)
+        k = normed(torch.cat(k[::group], -1), f"{name}.key_norm").split(b.head_size, -1)
+        return q, [each for each in k for _ in range(group)]
+    names, heads = ("query_norm", "key_norm"), 1
+    if b.qk_norm_kind == "by_head":
+        names, heads = ("qk_layernorm", "qk_layernorm"), b.num_heads
+    return (
+        normed(torch.stack(each, 1), f"{name}.{which}", heads).unbind(1)
+        for which, each in zip(names, (q, k), strict=True)
+    )
+
+
 def reference(model, scaling, ids):
     """Compute the logits of one sequence from the model's parameters, in plain torch."""
     p, b = dict(model.named_parameters()), model.shape.block
@@ -140,10 +163,7 @@ def reference(model, scaling, ids):
             k.append(rows[start + group])
             v.append(rows[start + group + 1])
         if b.qk_norm:
-            q, k = (
-                normed(torch.stack(each, 1), f"{name}.qk_layernorm", b.num_heads).unbind(1)
-                for each in (q, k)
-            )
+            q, k = normed_qk(normed, b, name, q, k)
         out = []
         for q_TE, k_TE, v_TE in zip(q, k, v, strict=True):
             scores = turned(q_TE) @ turned(k_TE).T / math.sqrt(size)
@@ -158,12 +178,16 @@ def reference(model, scaling, ids):
 
     x = p["embedding.word_embeddings.weight"][ids]
     for name in ("layers.0", "layers.1"):
-        attended = attention(normed(x, f"{name}.input_layernorm"), f"{name}.attention")
-        if b.gpt_j_residual:
-            x = x + attended + mlp(normed(x, f"{name}.post_attention_layernorm"), f"{name}.mlp")
+        first, second = f"{name}.input_layernorm", f"{name}.post_attention_layernorm"
+        attended = attention(x if b.output_norms else normed(x, first), f"{name}.attention")
+        if b.output_norms:
+            x = x + normed(attended, second)
+            x = x + normed(mlp(x, f"{name}.mlp"), f"{name}.post_mlp_layernorm")
+        elif b.gpt_j_residual:
+            x = x + attended + mlp(normed(x, first if b.gpt_j_tied else second), f"{name}.mlp")
         else:
             x = x + attended
-            x = x + mlp(normed(x, f"{name}.post_attention_layernorm"), f"{name}.mlp")
+            x = x + mlp(normed(x, second), f"{name}.mlp")
     return normed(x, "final_norm") @ p["embedding.word_embeddings.weight"].T
 
 

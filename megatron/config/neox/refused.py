@@ -101,7 +101,7 @@ _refuse("dataset_impl", "only the gpt2 dataset is built", "dataset_impl: gpt2", 
 _refuse("pack_impl", "documents are always packed", "pack_impl: packed", _equals("packed"))
 _refuse("data_impl", "only the mmap format is read", "data_impl: mmap", _named("mmap", "infer"))
 _refuse("apply_query_key_layer_scaling", "not built yet")
-_refuse("gpt_j_tied optimizer.params.amsgrad prescale_gradients sparse_gradients", "not built")
+_refuse("optimizer.params.amsgrad prescale_gradients sparse_gradients", "not built")
 _refuse("soft_prompt_tuning", "soft prompts are not built", _LEAVE, _disabled)
 
 _refuse("onnx_safe", "that key's gelu divides by 1.41421, ours by sqrt(2)")

@@ -13,15 +13,43 @@ MOST_NUMBERS = 10**13
 """A model may have at most this many parameters, and a layer at most this many activations."""
 
 
-@relation("hidden_size", "num_attention_heads")
-def _heads(hidden: int, heads: int) -> Found | None:
-    if hidden % heads:
+@relation("hidden_size", "num_attention_heads", "head_dim", unset=True)
+def _heads(hidden: int, heads: int, size: int | None) -> Found | None:
+    if size is None:
         near = max(1, round(hidden / heads)) * heads
         return (
             "hidden_size",
             f"{hidden} is not a multiple of num_attention_heads {heads} "
-            f"({hidden} / {heads} = {hidden / heads:.4g}); write e.g. hidden_size: {near}",
+            f"({hidden} / {heads} = {hidden / heads:.4g}); write e.g. hidden_size: {near}, or "
+            "name head_dim",
         )
+
+
+@relation("gpt_j_tied", "gpt_j_residual", "output_norms")
+def _norms(tied: bool, parallel: bool, outputs: bool) -> Found | None:
+    if tied and not parallel:
+        text = "true without gpt_j_residual: attention and MLP have different inputs"
+        return "gpt_j_tied", f"{text}; write gpt_j_residual: true, or leave it out"
+    if parallel and outputs:
+        text = "true with gpt_j_residual: the sum of both outputs has no norm for each"
+        return "output_norms", f"{text}; write gpt_j_residual: false"
+
+
+@relation("qk_layernorm_kind", "use_qk_layernorm", "norm", "rmsnorm_fusion")
+def _qk_norm(kind: str, used: bool, norm: str, fused: bool) -> Found | None:
+    if kind != "by_head" and not used:
+        text = f"{kind} without use_qk_layernorm: there is no such norm"
+        return "qk_layernorm_kind", f"{text}; write use_qk_layernorm: true"
+    if kind == "joined" and not (norm == "rmsnorm" and fused):
+        text = "joined is built for the fused rmsnorm alone"
+        return "qk_layernorm_kind", f"{text}; write norm: rmsnorm and rmsnorm_fusion: true"
+
+
+@relation("output_layer_bias", "no_weight_tying")
+def _output_bias(bias: bool, untied: bool) -> Found | None:
+    if bias and not untied:
+        text = "true, but the output layer is the token embedding, which has no bias"
+        return "output_layer_bias", f"{text}; write no_weight_tying: true"
 
 
 @relation("activation", "intermediate_size", "mlp_multiple_of")
@@ -34,6 +62,8 @@ def _inner_width(activation: str, intermediate: int, multiple: int) -> Found | N
 @relation(
     "num_layers",
     "hidden_size",
+    "num_attention_heads",
+    "head_dim",
     "intermediate_size",
     "make_vocab_size_divisible_by",
     "pos_emb",
@@ -43,6 +73,8 @@ def _inner_width(activation: str, intermediate: int, multiple: int) -> Found | N
 def _model_size(
     layers: int,
     hidden: int,
+    heads: int,
+    size: int,
     intermediate: int,
     vocabulary: int,
     pos_emb: Any,
@@ -53,6 +85,7 @@ def _model_size(
         return "num_layers", f"{layers} is above {MOST_LAYERS:,}; write a smaller number"
     parameters = {
         "hidden_size": 12 * layers * hidden**2,
+        "head_dim": 4 * layers * hidden * heads * size,
         "make_vocab_size_divisible_by": vocabulary * hidden,
         "max_position_embeddings": rows * hidden if "learned" in terms_of(pos_emb) else 0,
         "rpe_num_buckets": buckets if "rpe" in terms_of(pos_emb) else 0,

@@ -40,16 +40,16 @@ def _random_positions(count: int, length: int, documents: bool) -> Found | None:
         return "random_positions", f"{text}; write e.g. {4 * length}"
 
 
-@relation("pos_emb", "hidden_size", "num_attention_heads", "rotary_pct")
-def _rotary(pos_emb: Any, hidden: int, heads: int, pct: float) -> Found | None:
-    if "rotary" not in terms_of(pos_emb) or hidden % heads:
+@relation("pos_emb", "head_dim", "rotary_pct")
+def _rotary(pos_emb: Any, size: int, pct: float) -> Found | None:
+    if "rotary" not in terms_of(pos_emb):
         return None
-    turned = int(hidden // heads * pct)
+    turned = int(size * pct)
     if turned == 0 or turned % 2:
         return (
             "rotary_pct" if pct < 1 else "pos_emb",
-            f"rotary rotates pairs of dimensions, but int(head size {hidden // heads} x rotary_pct "
-            f"{pct}) = {turned}; choose hidden_size / num_attention_heads and rotary_pct so that "
+            f"rotary rotates pairs of dimensions, but int(head size {size} x rotary_pct "
+            f"{pct}) = {turned}; choose head_dim and rotary_pct so that "
             "this number is even and above 0",
         )
 

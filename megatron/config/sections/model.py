@@ -12,6 +12,7 @@ from megatron.config.choices import (
     Init,
     Norm,
     PositionalName,
+    QKNormKind,
     Side,
     Width,
 )
@@ -35,8 +36,9 @@ from megatron.config.theta_fields import ThetaInit
 class ModelConfig(Section):
     num_layers: Positive  # number of transformer blocks
     hidden_size: Positive  # width of the hidden states
-    # number of query heads; the head size is hidden_size / num_attention_heads
-    num_attention_heads: Positive
+    num_attention_heads: Positive  # number of query heads
+    # Hugging Face's name: size of a head; default: hidden_size / num_attention_heads
+    head_dim: Positive = DERIVED
     # number of key and value heads, for grouped queries; default: num_attention_heads
     num_kv_heads: Positive = DERIVED
     seq_length: Positive  # tokens of a sequence in training
@@ -71,17 +73,26 @@ class ModelConfig(Section):
     layernorm_fusion: Flag = False  # use apex's kernel where apex is installed
     rmsnorm_fusion: Flag = False  # the same; as in GPT-NeoX, epsilon is then inside the root
     use_qk_layernorm: Flag = False  # apply the norm to each head's queries and keys
+    # not in GPT-NeoX: by_head has weights for each head; shared (Qwen3) has one vector for all
+    # queries and one for all keys; joined (OLMo 2) is a norm over all heads at once
+    qk_layernorm_kind: QKNormKind = "by_head"
+    # not in GPT-NeoX: norms of the outputs of attention and MLP, not of their inputs (OLMo 2)
+    output_norms: Flag = False
     # Megatron's name: multiply attention's output by a sigmoid gate of the block's input
     attention_output_gate: Flag = False
     # give the output layer weights of its own; false: the token embedding's
     no_weight_tying: Flag = False
+    output_layer_bias: Flag = False  # not in GPT-NeoX: the output layer has a bias (Phi, GPT-J)
     gpt_j_residual: Flag = False  # attention and MLP read the same input, as in GPT-J
+    gpt_j_tied: Flag = False  # with gpt_j_residual: attention and MLP also share one norm
     activation: Activation = "gelu"  # activation of the MLP
     # the inner width of the MLP, or three times it with a gated activation; default: 4 hidden_size,
     # geglu: 8 hidden_size, the published code's width
     intermediate_size: Positive = DERIVED
     mlp_multiple_of: Positive = 1  # the inner width is rounded up to a multiple of this
     use_bias_in_attn_linear: Flag = True  # whether the linear layers of attention have biases
+    # Megatron's name: queries, keys and values have biases even if use_bias_in_attn_linear is false
+    add_qkv_bias: Flag = False
     use_bias_in_mlp: Flag = True  # whether the linear layers of the MLP have biases
     bias_gelu_fusion: Flag = False  # true: tanh approximation of gelu, as in the published code
     init_method: Init = "normal"  # distribution of initial weights

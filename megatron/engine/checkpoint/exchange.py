@@ -217,6 +217,12 @@ def _shape_of(config: Config, block: BlockShape, pos: PositionalEmbedding) -> Sh
     lacking = {
         "rope_scaling": m.rope_scaling,
         "attention_output_gate": m.attention_output_gate,
+        "head_dim": block.head_dim is not None,
+        "qk_layernorm_kind": m.qk_layernorm_kind != "by_head",
+        "output_norms": m.output_norms,
+        "add_qkv_bias": m.add_qkv_bias and not m.use_bias_in_attn_linear,
+        "gpt_j_tied": m.gpt_j_tied,
+        "output_layer_bias": m.output_layer_bias,
         "pos_emb_options": m.pos_emb_options,
         "theta_per_layer": m.theta_per_layer,
         "windows of single layers": isinstance(windows, tuple),

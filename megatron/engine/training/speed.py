@@ -110,10 +110,11 @@ def flops_per_token(shape: GPTShape, keys: float) -> float:
         keys: The mean number of keys that a query sees (see `keys_per_query`).
     """
     b = shape.block
-    attention = b.hidden_size**2 * (2 + 2 / b.group + b.output_gate)
+    heads = b.num_heads * b.head_size
+    attention = b.hidden_size * heads * (2 + 2 / b.group + b.output_gate)
     mlp = b.hidden_size * b.mlp_size * (3 if b.activation in GATED else 2)
     weights = shape.num_layers * (attention + mlp) + shape.vocab_size * b.hidden_size
-    return 6 * weights + 12 * shape.num_layers * b.hidden_size * keys
+    return 6 * weights + 12 * shape.num_layers * heads * keys
 
 
 def known_peak(device: torch.device, precision: str) -> float | None:

@@ -1,0 +1,68 @@
+"""Write a SentencePiece model, such as Llama's tokenizer.model, as a tokenizer.json.
+
+A BPE model of SentencePiece has scores instead of a list of merges. Of all neighbours in a text
+that together are a piece, it first joins those whose piece has the highest score. So each division
+of a piece into two pieces is a merge, and merges have the order of their pieces.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import tokenizers
+from tokenizers import AddedToken, decoders, models, normalizers, processors
+
+from megatron.data.tokenizers.fast_bpe import DIFFICULT_TEXTS
+from megatron.data.tokenizers.sentencepiece import SPMTokenizer
+
+_SPACE = "\u2581"
+
+
+def write_tokenizer_json(model: Path, *, begins: bool) -> bool:
+    """Write tokenizer.json and, if there is none, tokenizer_config.json beside the file `model`.
+
+    Nothing is written if tokenizer.json would give other ids to difficult texts. The result says
+    whether it was written.
+
+    Args:
+        begins: Whether a text begins with the token `<s>`.
+
+    Raises:
+        TokenizerError: The file is damaged or has no token that ends a document, or the library
+            `sentencepiece` is missing.
+    """
+    given = SPMTokenizer(model)
+    from sentencepiece import SentencePieceProcessor  # which SPMTokenizer has found
+
+    pieces = SentencePieceProcessor(model_file=str(model))
+    names: list[str] = pieces.id_to_piece(list(range(given.vocab_size)))
+    ids = {name: i for i, name in enumerate(names)}
+    merges = [
+        (name[:at], name[at:])
+        for name in sorted(names, key=lambda name: -pieces.get_score(ids[name]))
+        for at in range(1, len(name))
+        if name[:at] in ids and name[at:] in ids
+    ]
+    unknown, begin = names[pieces.unk_id()], pieces.bos_id()
+    made = tokenizers.Tokenizer(
+        models.BPE(ids, merges, unk_token=unknown, fuse_unk=True, byte_fallback=True)
+    )
+    spaces = [normalizers.Prepend(_SPACE), normalizers.Replace(" ", _SPACE)]
+    made.normalizer = normalizers.Sequence(spaces)
+    read = [decoders.Replace(_SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
+    made.decoder = decoders.Sequence([*read, decoders.Strip(" ", 1, 0)])
+    control = (name for i, name in enumerate(names) if pieces.is_control(i))
+    made.add_special_tokens([AddedToken(name, normalized=False) for name in control])
+    if begins and begin >= 0:
+        made.post_processor = processors.TemplateProcessing(
+            f"{names[begin]} $A", special_tokens=[(names[begin], begin)]
+        )
+    for text in DIFFICULT_TEXTS:
+        if made.encode(text, add_special_tokens=False).ids != given.encode(text).tolist():
+            return False
+    made.save(str(model.with_name("tokenizer.json")))
+    described = model.with_name("tokenizer_config.json")
+    if not described.exists():
+        described.write_text(json.dumps({"eos_token": names[given.eod]}) + "\n")
+    return True
