@@ -145,6 +145,8 @@ def _play(
 ) -> None:
     """Run `job` as the rank `rank` of `size` in this forked process, and send what it did."""
     os.environ.update(RANK=str(rank), LOCAL_RANK="0", WORLD_SIZE=str(size))
+    for name in ("MASTER_ADDR", "MASTER_PORT"):  # of a launcher, whose job this is not
+        os.environ.pop(name, None)
     others, error = EarlierRanks(rank, sent), ""
     # Rank 0 writes this file at the start, and the other ranks look whether they see it.
     mark = uuid.UUID(int=0)

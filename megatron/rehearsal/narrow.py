@@ -23,15 +23,20 @@ DOCUMENTS, TOKENS = 2000, 40
 def narrow(config: Config, folder: Path) -> list[str]:
     """Return config overrides for a rehearsal of `config`, and write a text into `folder`.
 
-    The rehearsed job takes one step, validates and saves. It has the heads, layers and vocabulary
-    division of the run, but each head has few dimensions, and each sequence few tokens. A step has
-    as many micro-batches as fill the pipeline, and one more.
+    The rehearsed job takes one step, validates and saves. Each head has few dimensions, and each
+    sequence few tokens. A step has as many micro-batches as fill the pipeline, and one more. Each
+    stage has at most two or three blocks, which are alike, unless a key names layers one by one.
     """
     m, p, t = config.model, config.parallel, config.training
     slices = p.context_parallel_size * p.model_parallel_size
     length = slices * -(-16 // slices)
     micro_batches = min(config.batch.gradient_accumulation_steps, p.pipe_parallel_size + 1)
+    layers, stages = m.num_layers, p.pipe_parallel_size
+    if layers > 2 * stages and not isinstance(m.pos_emb, tuple | list):
+        if not isinstance(m.sliding_window_width, tuple | list):
+            layers = 2 * stages + layers % stages
     changes = {
+        "num_layers": layers,
         "hidden_size": HEAD_SIZE * m.num_attention_heads,
         # a third of it is the inner width of a gated activation
         "intermediate_size": 12 * m.num_attention_heads,
