@@ -128,9 +128,16 @@ class Groups:
             data_size=ranks.shape[1],
             replicas=self._group_along(ranks, 1, 2),
             model=TensorGroup(
-                self._group_along(ranks, 3), int(model_rank), model_size, sequence_parallel
+                self._group_along(ranks, 3) if model_size > 1 else None,
+                int(model_rank),
+                model_size,
+                sequence_parallel,
             ),
-            context=TensorGroup(self._group_along(ranks, 2), int(context_rank), context_size),
+            context=TensorGroup(
+                self._group_along(ranks, 2) if context_size > 1 else None,
+                int(context_rank),
+                context_size,
+            ),
             pipe=self._group_along(ranks, 0) if pipe_size > 1 else None,
             pipe_rank=int(pipe_rank),
             pipe_size=pipe_size,

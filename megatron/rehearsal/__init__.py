@@ -1,1 +1,1 @@
-"""Run one step of a job on many imagined ranks, and check that their communication fits together."""
+"""Run one step of a job on many imagined ranks, and match what they communicate."""

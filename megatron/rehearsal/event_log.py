@@ -29,6 +29,8 @@ from torch.utils._pytree import tree_leaves
 
 ROOT = Path(__file__).parents[2]
 MESSAGES = ("send", "recv")
+WRAPPERS = ("torch/", "deepspeed/comm/", "deepspeed/runtime/pipe/p2p.py")
+"""The start of the paths of files whose lines say nothing about the place of an event."""
 _EMPTY = (
     torch.ops.aten.empty, torch.ops.aten.empty_like, torch.ops.aten.new_empty,
     torch.ops.aten.empty_strided, torch.ops.aten.new_empty_strided,
@@ -70,7 +72,7 @@ class EventLog:
     Attributes:
         threads: Maps the number of each thread that communicates to its events in order.
         members: Maps the text of a group to its ranks. Groups of the same ranks have different
-            texts, such as "0 to 3" and "0 to 3, group 2".
+            texts, such as "0 to 3" and "0 to 3 (group 2 of these)".
     """
 
     def __init__(self, others: Others | None = None):
@@ -88,12 +90,13 @@ class EventLog:
         text = ranks_text(ranks)
         self._groups_of[text] += 1
         if self._groups_of[text] > 1:
-            text += f", group {self._groups_of[text]}"
+            text += f" (group {self._groups_of[text]} of these)"
         self._texts[group.group_name], self.members[text] = text, tuple(ranks)
 
     def text_of(self, group: Any) -> str:
         """Return the text of a process group; None is the group of all ranks."""
-        return self._texts[(group or dist.group.WORLD).group_name]
+        group = group or dist.group.WORLD
+        return self._texts[group.group_name]
 
     def add(self, op: str, group: str, peer: int | None = None, what: str = "") -> Event:
         """Append an event of this thread, and return it."""
@@ -106,12 +109,12 @@ class EventLog:
         """Append the creation of a group. Creations in one line are one event with a checksum."""
         event = self.add("new_group", self.text_of(None))
         events = self.threads[threading.get_ident()]
-        text, number = ranks_text(ranks).encode(), 1
+        text, number = ranks_text(ranks), 1
         if len(events) > 1 and events[-2]._replace(what="") == event:
             events.pop()
-            checksum, count = events[-1].what.split(":")
-            text, number = checksum.encode() + text, int(count) + 1
-        events[-1] = event._replace(what=f"{zlib.crc32(text):08x}:{number}")
+            number += int(events[-1].what.split()[0])
+            text = events[-1].what + text
+        events[-1] = event._replace(what=f"{number} groups, checksum {zlib.crc32(text.encode())}")
 
 
 class _Mode(TorchDispatchMode):
@@ -134,10 +137,10 @@ class _Mode(TorchDispatchMode):
         group = log.text_of(dist.ProcessGroup.unbox(named["process_group"]))
         tensors = [x for x in tree_leaves(list(named.values())) if isinstance(x, Tensor)]
         roots = [log.members[group][named[x]] for x in ("dst", "src", "root_rank") if x in named]
-        what = "" if op == "barrier" else ", ".join(map(_described, tensors))
-        if "reduce_op" in named:
-            what += f" {_reduction()}"
-        event = log.add(op, group, *(roots or [None]), f"{what} {named.get('tag') or ''}".strip())
+        what = [] if op == "barrier" else [_described(x) for x in tensors]
+        what += [_reduction()] if "reduce_op" in named else []
+        what += [f"tag {named['tag']}"] if named.get("tag") else []
+        event = log.add(op, group, roots[0] if roots else None, ", ".join(what))
         if log.others:
             with _disable_current_modes():
                 log.others.reply(event, tensors)
@@ -159,6 +162,8 @@ def recording(log: EventLog) -> Iterator[None]:
         if log.others and not is_member:
             return dist.GroupMember.NON_GROUP_MEMBER
         with _disable_current_modes():
+            if log.others:  # the other backends wait for the other ranks
+                args, kwargs = (), {"backend": "fake"}
             group = new_group(list(ranks), *args, **kwargs)
         if is_member:
             log.name(group)
@@ -231,7 +236,7 @@ _PATHS: dict[str, str] = {}
 def _short(path: str) -> str:
     _, package, rest = path.rpartition("site-packages/")
     if package:
-        return "" if rest.startswith(("torch/", "deepspeed/comm/")) else rest
+        return "" if rest.startswith(WRAPPERS) else rest
     own = Path(path)
     if not own.is_relative_to(ROOT) or own.parent == Path(__file__).parent:
         return ""

@@ -16,16 +16,18 @@ import gc
 import importlib
 import multiprocessing
 import os
-import pickle
+import shutil
 import sys
 import traceback
 import uuid
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -37,6 +39,7 @@ from megatron.rehearsal.event_log import MESSAGES, Event, EventLog, recording
 Sent = dict[tuple, list[list[int] | None]]
 """Maps (group, sender, receiver) of messages, or (group, root) of broadcasts, to the integers of
 each of them in order. None stands for other numbers."""
+_HALF = "deepspeed.accelerator.cpu_accelerator.CPU_Accelerator.is_fp16_supported"
 LONGEST = 1 << 16
 """The largest number of integers that are kept of one message."""
 
@@ -79,7 +82,7 @@ class EarlierRanks:
             key = event.group, *ends
         (x,) = tensors
         if sends:
-            counts = not x.is_floating_point() and x.numel() <= LONGEST
+            counts = x.dtype in (torch.int32, torch.int64) and x.numel() <= LONGEST
             self.sent[key].append(x.flatten().tolist() if counts else None)
             return
         number, self._received[key] = self._received[key], self._received[key] + 1
@@ -111,15 +114,17 @@ def play_all(
             rank = left.pop()
             own = folder / f"rank{rank}"
             ours, theirs = context.Pipe(duplex=False)
-            process = context.Process(target=_play, args=(theirs, rank, size, job, sent, own))
+            args = theirs, rank, size, job, sent, own
+            process = context.Process(target=_play, args=args, daemon=True)
             process.start()
             theirs.close()
             running[ours] = rank, process
             continue
-        for pipe in wait(list(running)):
+        ready: list[Any] = wait(list(running))
+        for pipe in ready:
             rank, process = running.pop(pipe)
             try:
-                played = pickle.loads(pipe.recv_bytes())
+                played = pipe.recv()
             except EOFError:
                 process.join()
                 played = Played([], {}, {}, f"the process ended with code {process.exitcode}")
@@ -127,6 +132,7 @@ def play_all(
             pipe.close()
             if rank == 0:
                 _import(played.modules)
+            shutil.rmtree(folder / f"rank{rank}", ignore_errors=True)
             sent |= played.sent
             done.add(rank)
             yield rank, played
@@ -156,14 +162,18 @@ def _play(
     os.chdir(folder)
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=size)
     log = EventLog(others)
-    with Path("output").open("w") as output, contextlib.redirect_stdout(output):
+    with ExitStack() as stack:
+        output = stack.enter_context(Path("output").open("w"))
+        stack.enter_context(contextlib.redirect_stdout(output))
+        stack.enter_context(contextlib.redirect_stderr(output))
+        stack.enter_context(mock.patch(_HALF, return_value=True))
         try:
-            with contextlib.redirect_stderr(output), recording(log):
+            with recording(log):
                 job()
         except BaseException:
             error = traceback.format_exc()
     modules = list(sys.modules) if rank == 0 else []
     played = Played(list(log.threads.values()), log.members, dict(others.sent), error, modules)
-    pipe.send_bytes(pickle.dumps(played))
+    pipe.send(played)
     pipe.close()
     os._exit(0)

@@ -24,17 +24,17 @@ def narrow(config: Config, folder: Path) -> list[str]:
     """Return config overrides for a rehearsal of `config`, and write a text into `folder`.
 
     The rehearsed job takes one step, validates and saves. Each head has few dimensions, and each
-    sequence few tokens. A step has as many micro-batches as fill the pipeline, and one more. Each
-    stage has at most two or three blocks, which are alike, unless a key names layers one by one.
+    sequence few tokens. A step has as many micro-batches as fill the pipeline, and one more. Blocks
+    communicate alike, so there is one for each stage (two without a pipeline), and those that a
+    division leaves over. If a key names the layers one by one, all of them remain.
     """
     m, p, t = config.model, config.parallel, config.training
     slices = p.context_parallel_size * p.model_parallel_size
     length = slices * -(-16 // slices)
     micro_batches = min(config.batch.gradient_accumulation_steps, p.pipe_parallel_size + 1)
     layers, stages = m.num_layers, p.pipe_parallel_size
-    if layers > 2 * stages and not isinstance(m.pos_emb, tuple | list):
-        if not isinstance(m.sliding_window_width, tuple | list):
-            layers = 2 * stages + layers % stages
+    if not any(isinstance(each, tuple) for each in (m.pos_emb, m.sliding_window_width)):
+        layers = min(layers, max(2, stages) + layers % stages)
     changes = {
         "num_layers": layers,
         "hidden_size": HEAD_SIZE * m.num_attention_heads,
@@ -66,6 +66,8 @@ def narrow(config: Config, folder: Path) -> list[str]:
     }
     if task_name(config.data.data_path) is None:
         changes |= _text(config, folder) | {"seq_length": length, "seq_length_val": length}
+    if t.precision == "fp16":
+        changes["fp16.initial_scale_power"] = 0  # nothing overflows, on no rank alone
     if config.evaluation.eval_lengths:
         changes |= {"eval_lengths": f"[{length}]", "eval_tokens": 2 * length}
     return [f"{key}={value}" for key, value in changes.items()]
@@ -78,7 +80,10 @@ def _text(config: Config, folder: Path) -> dict[str, object]:
     tokens[:, -1] = 256  # the end of the document
     with ShardWriter(folder / "text", np.uint16) as writer:
         writer.add_documents(tokens.ravel(), np.full(DOCUMENTS, TOKENS))
-    keys = {f"{split}_data_{x}": "null" for split in ("train", "valid", "test") for x in ("paths", "weights")}
+    splits = [f"{split}_data" for split in ("train", "valid", "test")]
+    keys: dict[str, object] = {
+        f"{name}_{what}": "null" for name in splits for what in ("paths", "weights")
+    }
     split = config.data.split if config.data.data_path else "8, 1, 1"
     return keys | {
         "data_path": folder / "text",

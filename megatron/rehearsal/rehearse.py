@@ -41,15 +41,27 @@ def rehearse(load: Callable[..., Config], train: Callable[[Config], object]) -> 
         ranks: dict[int, Played] = {}
         playing = play_all(lambda: train(small), size, stages, folder, os.cpu_count() or 1)
         for rank, played in tqdm(playing, "rehearsed", size, unit=" ranks", mininterval=1):
-            if played.error:
-                raise RehearsalError(f"rank {rank} of {size} fails:\n{played.error.rstrip()}")
             ranks[rank] = played
-    strands = [Strand(rank, thread) for rank in sorted(ranks) for thread in ranks[rank].threads]
+            if played.error and rank == 0:
+                break  # so the others would fail, too
+    failed = [rank for rank in sorted(ranks) if ranks[rank].error]
+    strands = [
+        Strand(rank, thread, "fails" if rank in failed else "has ended")
+        for rank in sorted(ranks)
+        for thread in ranks[rank].threads
+    ]
     members = {text: found for each in ranks.values() for text, found in each.members.items()}
-    if problem := unmatched(strands, members):
+    problem = unmatched(strands, members) if len(ranks) == size else ""
+    if failed:
+        error = ranks[failed[0]].error.rstrip()
+        # Without the message that it waits for, a rank goes on with zeros, and may fail later.
+        problem = problem + "\nand " if problem else ""
+        error = error.rpartition("\n")[2] if problem else error
+        problem += f"rank {failed[0]} fails:\n{error}"
+    if problem:
         raise RehearsalError(problem)
     events = sum(len(each.events) for each in strands)
     return (
-        f"{size} ranks rehearsed a step, a validation and a save: each of {events:,} collectives "
-        "and messages has its partners"
+        f"{size} ranks rehearsed a step, a validation and a save: all their {events:,} collectives "
+        "and messages fit together"
     )

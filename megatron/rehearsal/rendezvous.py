@@ -23,10 +23,17 @@ The root of a broadcast may stand in another line of code than the other ranks.
 
 @dataclass(eq=False)
 class Strand:
-    """One thread of one rank: its events, and how many of them have found their partners."""
+    """One thread of one rank.
+
+    Attributes:
+        events: Its events in order.
+        end: How the rank ended, for error messages.
+        done: The number of events that have found their partners.
+    """
 
     rank: int
     events: Sequence[Event]
+    end: str = "has ended"
     done: int = 0
 
     @property
@@ -85,7 +92,7 @@ def _difference(met: Iterable[Strand]) -> str:
         kinds[kind].append((strand.rank, event))
     if len(kinds) == 1:
         return ""
-    lines = ["ranks meet, but in operations that do not fit together:"]
+    lines = ["ranks meet in operations that do not fit together:"]
     lines += [f"  {_ranks([r for r, _ in same])}: {_text(same[0][1])}" for same in kinds.values()]
     return "\n".join(lines)
 
@@ -102,14 +109,15 @@ def _stalled(
         others = [each for each in strands if each.rank == missing]
         chain.append(next((each for each in others if each.event), others[0]))
         if chain[-1] in chain[:-1]:
-            chain = chain[chain.index(chain[-1]) :]
+            chain = chain[chain.index(chain[-1]) : -1]
             break
-    lines = ["no rank can go on:" if chain[-1].event else "a rank waits for one that has ended:"]
-    for strand in dict.fromkeys(chain[-2:] if chain[-1].event is None else chain):
+    circle = chain[-1].event is not None
+    lines = ["ranks wait for each other:" if circle else "a rank waits for one that has ended:"]
+    for strand in chain if circle else chain[-2:]:
         event = strand.event
         if event is None:
-            last_event = f"after {_text(strand.events[-1])}" if strand.events else "at once"
-            lines.append(f"  rank {strand.rank} has ended, {last_event}")
+            last_event = f" after {_text(strand.events[-1])}" if strand.events else ""
+            lines.append(f"  rank {strand.rank} {strand.end}{last_event}")
             continue
         same = [each.rank for each in stuck if each.event == event]
         lines.append(f"  {_ranks(same)} waits in {_text(event)}")

@@ -6,10 +6,7 @@ the changes, as triples (object, name of an attribute, function that makes the f
 
 from __future__ import annotations
 
-import contextlib
-import io
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -33,7 +30,7 @@ Wrapper = Callable[..., Any]
 
 
 def on(rank: int, faulty: Wrapper) -> Callable[[Wrapper], Wrapper]:
-    """Return a decorator: on `rank`, `faulty(original, *args)` is called instead of the original."""
+    """Return a decorator. On `rank`, it calls `faulty(original, *args)`."""
 
     def wrap(original: Wrapper) -> Wrapper:
         def chosen(*args: Any, **kwargs: Any) -> Any:
@@ -183,7 +180,9 @@ def rehearsed(folder: Path, prefix: str, names: list[str]) -> dict[str, str]:
             size *= each
         sizes.pop("data", None)
         keys = sizes | {k: v for k, v in layout.items() if k not in NAMES}
-        path = write_config(folder / "c.yml", prefix, train_batch_size=16, **keys)
+        path = write_config(
+            folder / "c.yml", prefix, train_batch_size=16, gradient_accumulation_steps=4, **keys
+        )
 
         def load(*changes: str, path: Path = path, size: int = size) -> Any:
             return load_config([path], changes, world_size=size)
