@@ -11,6 +11,7 @@ three things, for which `recording` replaces functions of Python:
 
 from __future__ import annotations
 
+import re
 import sys
 import threading
 import zlib
@@ -211,33 +212,38 @@ def _reduction() -> str:
 
 
 def line_of_code() -> str:
-    """Return the line that communicates, and the line of the project from which it was called.
+    """Return the line that communicates, and two lines of the project from which it was called.
 
-    Lines of torch, of DeepSpeed's wrappers and of this package do not count.
+    The second line is the first outside `megatron/parallel/`, and the third is the first of the
+    packages above `engine`, such as the validation. Lines of torch, of DeepSpeed's wrappers and of
+    this package do not count.
     """
-    frame, innermost = sys._getframe(1), ""
-    while frame is not None:
+    frame, found, wanted = sys._getframe(1), [], 1
+    while frame is not None and wanted <= len(CALLERS):
         path = frame.f_code.co_filename
-        if path not in _PATHS:
-            _PATHS[path] = _short(path)
-        if name := _PATHS[path]:
-            line = f"{name}:{frame.f_lineno}"
-            innermost = innermost or line
-            if name.startswith("megatron/") and not name.startswith("megatron/parallel/"):
-                return line if line == innermost else f"{innermost}, called from {line}"
+        if path not in _FILES:
+            _FILES[path] = _short(path)
+        name, kind = _FILES[path]
+        if kind >= wanted:
+            found.append(f"{name}:{frame.f_lineno}")
+            wanted = kind + 1
         frame = frame.f_back
-    return innermost
+    return ", called from ".join(found)
 
 
-_PATHS: dict[str, str] = {}
-"""The short name of each file of code; "" if its lines do not count."""
+CALLERS = ("", "megatron/(?!parallel/)", "megatron/(evaluation|pretraining)/")
+"""Patterns of the files whose lines are named, each the first of its kind."""
+_FILES: dict[str, tuple[str, int]] = {}
+"""Maps the path of a file of code to its short name, and to the number of `CALLERS` that match."""
 
 
-def _short(path: str) -> str:
-    _, package, rest = path.rpartition("site-packages/")
-    if package:
-        return "" if rest.startswith(WRAPPERS) else rest
-    own = Path(path)
-    if not own.is_relative_to(ROOT) or own.parent == Path(__file__).parent:
-        return ""
-    return str(own.relative_to(ROOT))
+def _short(path: str) -> tuple[str, int]:
+    _, package, name = path.rpartition("site-packages/")
+    if not package:
+        own = Path(path)
+        if not own.is_relative_to(ROOT) or own.parent == Path(__file__).parent:
+            return "", 0
+        name = str(own.relative_to(ROOT))
+    elif name.startswith(WRAPPERS):
+        return "", 0
+    return name, sum(re.match(pattern, name) is not None for pattern in CALLERS)

@@ -130,7 +130,7 @@ FAULTS = {
         {"tp": 2}, validation.Validation, "_validate", on(1, _nothing), "held_out.py",
     ),
     "one batch more on one rank": (
-        {"tp": 2}, held_out, "loss_of_batches", on(1, _one_batch_more), "",
+        {"tp": 2}, held_out, "loss_of_batches", on(1, _one_batch_more), "held_out.py",
     ),
     "a save on rank 0 alone": ({"dp": 2}, async_save.Saver, "save", on(1, _nothing), "write.py"),
     "a thread that does not complete its save": (
