@@ -45,10 +45,10 @@ def narrow(config: Config, folder: Path) -> list[str]:
         "train_batch_size": "null",
         "train_micro_batch_size_per_gpu": 1,
         "gradient_accumulation_steps": micro_batches,
-        "train_iters": min(1, t.train_iters),
+        "train_iters": 1,
         "lr_decay_iters": "null",
         "eval_interval": 1,
-        "eval_iters": min(1, t.eval_iters),
+        "eval_iters": 1,
         "log_interval": 1,
         "save": "run",
         "load": "null",
@@ -64,12 +64,13 @@ def narrow(config: Config, folder: Path) -> list[str]:
         "use_wandb": "false",
         "tensorboard_dir": "null",
     }
+    lengths = list(config.evaluation.eval_lengths[:1])
     if task_name(config.data.data_path) is None:
+        lengths = [length] if lengths else []
         changes |= _text(config, folder) | {"seq_length": length, "seq_length_val": length}
     if t.precision == "fp16":
         changes["fp16.initial_scale_power"] = 0  # nothing overflows, on no rank alone
-    if config.evaluation.eval_lengths:
-        changes |= {"eval_lengths": f"[{length}]", "eval_tokens": 2 * length}
+    changes |= {"eval_lengths": lengths, "eval_tokens": 2 * length, "eval_examples": 2}
     return [f"{key}={value}" for key, value in changes.items()]
 
 
