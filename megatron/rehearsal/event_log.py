@@ -14,15 +14,14 @@ from __future__ import annotations
 import re
 import sys
 import threading
-import zlib
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 from unittest import mock
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
@@ -32,10 +31,8 @@ ROOT = Path(__file__).parents[2]
 MESSAGES = ("send", "recv")
 WRAPPERS = ("torch/", "deepspeed/comm/", "deepspeed/runtime/pipe/p2p.py")
 """The start of the paths of files whose lines say nothing about the place of an event."""
-_EMPTY = (
-    torch.ops.aten.empty, torch.ops.aten.empty_like, torch.ops.aten.new_empty,
-    torch.ops.aten.empty_strided, torch.ops.aten.new_empty_strided,
-)  # fmt: skip
+CALLERS = ("", "megatron/(?!parallel/)", "megatron/(evaluation|pretraining)/")
+"""Patterns of the files whose lines are named, each the first of its kind."""
 
 
 class Event(NamedTuple):
@@ -46,7 +43,7 @@ class Event(NamedTuple):
         group: The ranks of the process group, as text (see `EventLog.members`).
         peer: The rank that is sent to or received from, or the root of a collective; else None.
         what: The data types and shapes of the tensors, and how they are reduced.
-        where: The line of code, and the line of the project from which it was called.
+        where: The line of code, and the lines of the project from which it was called.
     """
 
     op: str
@@ -56,19 +53,15 @@ class Event(NamedTuple):
     where: str
 
 
-class Others(Protocol):
-    """The other ranks, as an imagined rank sees them."""
-
-    def reply(self, event: Event, tensors: Sequence[Tensor]) -> None:
-        """Fill `tensors` as the other ranks would."""
-        ...
+Reply = Callable[[Event, Sequence[Tensor]], None]
+"""A function of an event and its tensors that fills the tensors as the other ranks would."""
 
 
 class EventLog:
     """The events of one process.
 
     Args:
-        others: What stands in for the other ranks. None if there are real ones.
+        reply: What stands in for the other ranks. None if there are real ones.
 
     Attributes:
         threads: Maps the number of each thread that communicates to its events in order.
@@ -76,46 +69,36 @@ class EventLog:
             texts, such as "0 to 3" and "0 to 3 (group 2 of these)".
     """
 
-    def __init__(self, others: Others | None = None):
-        self.others = others
+    def __init__(self, reply: Reply | None = None):
+        self.reply = reply
         self.threads: dict[int, list[Event]] = {}
-        self.members: dict[str, tuple[int, ...]] = {}
+        self.members: dict[str, list[int]] = {}
         self._texts: dict[str, str] = {}
-        self._groups_of: Counter[str] = Counter()
-        self._known: dict[Event, Event] = {}
+        self._count: Counter[str] = Counter()
         self.name(dist.group.WORLD)
 
     def name(self, group: Any) -> None:
         """Give the new process group `group` a text, which is the same on all its ranks."""
         ranks = dist.get_process_group_ranks(group)
         text = ranks_text(ranks)
-        self._groups_of[text] += 1
-        if self._groups_of[text] > 1:
-            text += f" (group {self._groups_of[text]} of these)"
-        self._texts[group.group_name], self.members[text] = text, tuple(ranks)
+        self._count[text] += 1
+        number = self._count[text]
+        text += f" (group {number} of these)" if number > 1 else ""
+        self._texts[group.group_name], self.members[text] = text, ranks
 
-    def text_of(self, group: Any) -> str:
-        """Return the text of a process group; None is the group of all ranks."""
-        group = group or dist.group.WORLD
-        return self._texts[group.group_name]
+    def add(self, op: str, group: Any, what: str, tensors: Sequence[Tensor] = (), **peer: int):
+        """Append an event of this thread, and let the other ranks reply.
 
-    def add(self, op: str, group: str, peer: int | None = None, what: str = "") -> Event:
-        """Append an event of this thread, and return it."""
-        event = Event(op, group, peer, what, line_of_code())
-        event = self._known.setdefault(event, event)  # equal events are one object
+        Args:
+            group: The process group; None is the group of all ranks.
+            peer: The number in `group` of the rank that `Event.peer` describes, under any name.
+        """
+        text = self._texts[(group or dist.distributed_c10d._get_default_group()).group_name]
+        peers = [self.members[text][number] for number in peer.values()] or [None]
+        event = Event(op, text, peers[0], what, line_of_code())
         self.threads.setdefault(threading.get_ident(), []).append(event)
-        return event
-
-    def add_group(self, ranks: Sequence[int]) -> None:
-        """Append the creation of a group. Creations in one line are one event with a checksum."""
-        event = self.add("new_group", self.text_of(None))
-        events = self.threads[threading.get_ident()]
-        text, number = ranks_text(ranks), 1
-        if len(events) > 1 and events[-2]._replace(what="") == event:
-            events.pop()
-            number += int(events[-1].what.split()[0])
-            text = events[-1].what + text
-        events[-1] = event._replace(what=f"{number} groups, checksum {zlib.crc32(text.encode())}")
+        if self.reply:
+            self.reply(event, tensors)
 
 
 class _Mode(TorchDispatchMode):
@@ -126,25 +109,21 @@ class _Mode(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         found = func(*args, **(kwargs or {}))
         if func.namespace == "c10d":
-            names = [each.name for each in func._schema.arguments]
-            named = dict(zip(names, args, strict=False)) | (kwargs or {})
-            self._add(func._schema.name.removeprefix("c10d::").strip("_"), named)
-        elif self._log.others and func.overloadpacket in _EMPTY:
+            with _disable_current_modes():
+                names = [each.name for each in func._schema.arguments]
+                self._add(func.__name__, dict(zip(names, args, strict=False)) | (kwargs or {}))
+        elif self._log.reply and "empty" in func.__name__:
             found.zero_()  # what no rank fills is a number, not garbage
         return found
 
     def _add(self, op: str, named: dict[str, Any]) -> None:
-        log = self._log
-        group = log.text_of(dist.ProcessGroup.unbox(named["process_group"]))
+        op, group = op.partition(".")[0].strip("_"), dist.ProcessGroup.unbox(named["process_group"])
         tensors = [x for x in tree_leaves(list(named.values())) if isinstance(x, Tensor)]
-        roots = [log.members[group][named[x]] for x in ("dst", "src", "root_rank") if x in named]
-        what = [] if op == "barrier" else [_described(x) for x in tensors]
+        what = [f"{x.dtype}{list(x.shape)}".removeprefix("torch.") for x in tensors]
         what += [_reduction()] if "reduce_op" in named else []
         what += [f"tag {named['tag']}"] if named.get("tag") else []
-        event = log.add(op, group, roots[0] if roots else None, ", ".join(what))
-        if log.others:
-            with _disable_current_modes():
-                log.others.reply(event, tensors)
+        peer = {name: named[name] for name in ("dst", "src", "root_rank") if name in named}
+        self._log.add(op, group, "" if op == "barrier" else ", ".join(what), tensors, **peer)
 
 
 @contextmanager
@@ -157,46 +136,41 @@ def recording(log: EventLog) -> Iterator[None]:
             run(self)
 
     def created(ranks: Sequence[int] | None = None, *args: Any, **kwargs: Any) -> Any:
-        ranks = range(dist.get_world_size()) if ranks is None else ranks
-        log.add_group(ranks)
+        ranks = list(range(dist.get_world_size())) if ranks is None else list(ranks)
+        log.add("new_group", None, f"the ranks {ranks_text(ranks)}")
         is_member = dist.get_rank() in ranks
-        if log.others and not is_member:
+        if log.reply:  # other backends wait for the other ranks
+            args, kwargs = (), {"backend": "fake"}
+        if log.reply and not is_member:
             return dist.GroupMember.NON_GROUP_MEMBER
         with _disable_current_modes():
-            if log.others:  # the other backends wait for the other ranks
-                args, kwargs = (), {"backend": "fake"}
-            group = new_group(list(ranks), *args, **kwargs)
+            group = new_group(ranks, *args, **kwargs)
         if is_member:
             log.name(group)
         return group
 
     def gathered(found: list[Any], value: Any, group: Any = None) -> None:
-        log.add("all_gather_object", log.text_of(group))
-        if log.others:
-            found[:] = [value] * len(found)
-        else:
+        log.add("all_gather_object", group, "")
+        found[:] = [value] * len(found)
+        if not log.reply:
             with _disable_current_modes():
                 gather(found, value, group)
 
-    with ExitStack() as stack:
-        replaced = (threading.Thread, "run", run_recorded), (dist, "new_group", created)
-        for owner, name, function in (*replaced, (dist, "all_gather_object", gathered)):
-            stack.enter_context(mock.patch.object(owner, name, function))
-        stack.enter_context(_Mode(log))
+    with (
+        mock.patch.object(threading.Thread, "run", run_recorded),
+        mock.patch.object(dist, "new_group", created),
+        mock.patch.object(dist, "all_gather_object", gathered),
+        _Mode(log),
+    ):
         yield
 
 
 def ranks_text(ranks: Sequence[int]) -> str:
     """Return ranks as a short text: "0 to 3", "0 to 12 in steps of 4" or "1, 2, 5"."""
-    steps = {b - a for a, b in zip(ranks, ranks[1:], strict=False)}
-    if len(ranks) < 3 or len(steps) > 1:
+    step = ranks[1] - ranks[0] if len(ranks) > 2 else 0
+    if not step or list(ranks) != list(range(ranks[0], ranks[-1] + 1, step)):
         return ", ".join(map(str, ranks))
-    (step,) = steps
     return f"{ranks[0]} to {ranks[-1]}" + (f" in steps of {step}" if step != 1 else "")
-
-
-def _described(x: Tensor) -> str:
-    return f"{str(x.dtype).removeprefix('torch.')}{list(x.shape)}"
 
 
 def _reduction() -> str:
@@ -218,32 +192,22 @@ def line_of_code() -> str:
     packages above `engine`, such as the validation. Lines of torch, of DeepSpeed's wrappers and of
     this package do not count.
     """
-    frame, found, wanted = sys._getframe(1), [], 1
-    while frame is not None and wanted <= len(CALLERS):
-        path = frame.f_code.co_filename
-        if path not in _FILES:
-            _FILES[path] = _short(path)
-        name, kind = _FILES[path]
-        if kind >= wanted:
+    frame, found, last = sys._getframe(1), [], 0
+    while frame is not None and last < len(CALLERS):
+        name, kind = _file(frame.f_code.co_filename)
+        if kind > last:
             found.append(f"{name}:{frame.f_lineno}")
-            wanted = kind + 1
+            last = kind
         frame = frame.f_back
     return ", called from ".join(found)
 
 
-CALLERS = ("", "megatron/(?!parallel/)", "megatron/(evaluation|pretraining)/")
-"""Patterns of the files whose lines are named, each the first of its kind."""
-_FILES: dict[str, tuple[str, int]] = {}
-"""Maps the path of a file of code to its short name, and to the number of `CALLERS` that match."""
-
-
-def _short(path: str) -> tuple[str, int]:
+@cache
+def _file(path: str) -> tuple[str, int]:
+    """Return the short name of a file of code, and the number of `CALLERS` that match it."""
     _, package, name = path.rpartition("site-packages/")
-    if not package:
-        own = Path(path)
-        if not own.is_relative_to(ROOT) or own.parent == Path(__file__).parent:
-            return "", 0
-        name = str(own.relative_to(ROOT))
-    elif name.startswith(WRAPPERS):
+    if not package and Path(path).is_relative_to(ROOT):
+        name = str(Path(path).relative_to(ROOT))
+    if name.startswith((*WRAPPERS, "/", "<", "megatron/rehearsal/")):
         return "", 0
     return name, sum(re.match(pattern, name) is not None for pattern in CALLERS)

@@ -36,30 +36,26 @@ def rehearse(load: Callable[..., Config], train: Callable[[Config], object]) -> 
     config = load()
     size, stages = config.parallel.world_size, config.parallel.pipe_parallel_size
     with tempfile.TemporaryDirectory(prefix="rehearsal-") as name:
-        folder = Path(name)
-        small = load(*narrow(config, folder))
-        ranks: dict[int, Played] = {}
-        playing = play_all(lambda: train(small), size, stages, folder, os.cpu_count() or 1)
-        for rank, played in tqdm(playing, "rehearsed", size, unit=" ranks", mininterval=1):
-            ranks[rank] = played
-            if played.error and rank == 0:
-                break  # so the others would fail, too
-    failed = [rank for rank in sorted(ranks) if ranks[rank].error]
+        small = load(*narrow(config, Path(name)))
+        ranks: list[Played] = []
+        playing = play_all(lambda: train(small), size, stages, Path(name), os.cpu_count() or 1)
+        for played in tqdm(playing, "rehearsed", size, unit=" ranks", mininterval=1):
+            ranks.append(played)
+            if ranks[0].error:
+                raise RehearsalError(f"rank 0 fails:\n{ranks[0].error.rstrip()}")
     strands = [
-        Strand(rank, thread, "fails" if rank in failed else "has ended")
-        for rank in sorted(ranks)
-        for thread in ranks[rank].threads
+        Strand(rank, thread, "fails" if played.error else "has ended")
+        for rank, played in enumerate(ranks)
+        for thread in played.threads or [[]]
     ]
-    members = {text: found for each in ranks.values() for text, found in each.members.items()}
-    problem = unmatched(strands, members) if len(ranks) == size else ""
-    if failed:
-        error = ranks[failed[0]].error.rstrip()
+    members = {text: found for played in ranks for text, found in played.members.items()}
+    problem = unmatched(strands, members)
+    failed = [f"rank {n} fails:\n{x.error.rstrip()}" for n, x in enumerate(ranks) if x.error]
+    if problem and failed:
         # Without the message that it waits for, a rank goes on with zeros, and may fail later.
-        problem = problem + "\nand " if problem else ""
-        error = error.rpartition("\n")[2] if problem else error
-        problem += f"rank {failed[0]} fails:\n{error}"
-    if problem:
-        raise RehearsalError(problem)
+        problem += f"\nand {failed[0].partition(':')[0]}: {failed[0].rpartition(chr(10))[2]}"
+    if problem or failed:
+        raise RehearsalError(problem or failed[0])
     events = sum(len(each.events) for each in strands)
     return (
         f"{size} ranks rehearsed a step, a validation and a save: all their {events:,} collectives "

@@ -101,26 +101,25 @@ def _stalled(
     stuck: Sequence[Strand], strands: Sequence[Strand], members: Mapping[str, Sequence[int]]
 ) -> str:
     """Return who waits for whom, from a rank that waits to one that ended or to a circle."""
-    chain: list[Strand] = [stuck[0]]
-    while (last := chain[-1]).event is not None:
-        place, partners = _place(last.event, last.rank, members)
+    chain = [stuck[0]]
+    while event := chain[-1].event:
+        place, partners = _place(event, chain[-1].rank, members)
         there = {s.rank for s in stuck if s.event and _place(s.event, s.rank, members)[0] == place}
         missing = next(rank for rank in partners if rank not in there)
-        others = [each for each in strands if each.rank == missing]
-        chain.append(next((each for each in others if each.event), others[0]))
-        if chain[-1] in chain[:-1]:
-            chain = chain[chain.index(chain[-1]) : -1]
+        others = sorted((s for s in strands if s.rank == missing), key=lambda s: s.event is None)
+        if others[0] in chain:
+            chain = chain[chain.index(others[0]) :]
             break
+        chain = [*chain[-1:], others[0]] if others[0].event is None else [*chain, others[0]]
     circle = chain[-1].event is not None
     lines = ["ranks wait for each other:" if circle else "a rank waits for one that has ended:"]
-    for strand in chain if circle else chain[-2:]:
-        event = strand.event
-        if event is None:
-            last_event = f" after {_text(strand.events[-1])}" if strand.events else ""
-            lines.append(f"  rank {strand.rank} {strand.end}{last_event}")
-            continue
-        same = [each.rank for each in stuck if each.event == event]
-        lines.append(f"  {_ranks(same)} waits in {_text(event)}")
+    for strand in chain:
+        if event := strand.event:
+            same = [each.rank for each in stuck if each.event == event]
+            lines.append(f"  {_ranks(same)} waits in {_text(event)}")
+        else:
+            after = f" after {_text(strand.events[-1])}" if strand.events else ""
+            lines.append(f"  rank {strand.rank} {strand.end}{after}")
     return "\n".join(lines)
 
 
