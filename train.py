@@ -3,6 +3,7 @@
 Example: `python train.py a.yml b.yml -o key=value`.
 """
 
+import os
 from argparse import ArgumentParser, Namespace
 from functools import partial
 
@@ -29,8 +30,12 @@ def main() -> int:
     args = parser.parse_intermixed_args()
     if args.plan:
         return _plan(args)
-    if any(getattr(args, name) != parser.get_default(name) for name in PLAN_OPTIONS):
-        parser.error("--gpus, --gpu, --mfu and --price need --plan, which plans and starts nothing")
+    given = [name for name in PLAN_OPTIONS if getattr(args, name) != parser.get_default(name)]
+    if args.rehearse and given in ([], ["gpus"]):
+        return _rehearse(args)
+    if given:
+        text = "--gpus needs --plan or --rehearse; --gpu, --mfu and --price need --plan"
+        parser.error(f"{text}; neither starts the run")
     if args.check:
         print(describe(load_or_exit(args, joins=False)))
         return 0
@@ -55,6 +60,8 @@ def main() -> int:
 def _add_plan_arguments(parser: ArgumentParser) -> None:
     plan = parser.add_argument_group("plan")
     plan.add_argument("--plan", action="store_true", help="memory, time and cost of a run; stop")
+    rehearse = "run a step as every rank, with a small model, and check that all communicate; stop"
+    plan.add_argument("--rehearse", action="store_true", help=rehearse)
     gpus = "number of GPUs; default: as for the run"
     plan.add_argument("--gpus", metavar="N", type=entry.number(int, 1), help=gpus)
     plan.add_argument("--gpu", metavar="NAME", default="H100", help="default H100")
@@ -76,6 +83,22 @@ def _plan(args: Namespace) -> int:
     except ConfigError as error:
         entry.refuse(str(error), 2)
     except (StartError, AttentionError) as error:
+        entry.refuse(f"error: {error}", 1)
+    return 0
+
+
+def _rehearse(args: Namespace) -> int:
+    """Rehearse the run with a small model on this machine's processors, and return 0."""
+    os.environ.update(CUDA_VISIBLE_DEVICES="", OMP_NUM_THREADS="1")
+    load = partial(load_for, args.gpus or launcher.world_size(), args)
+    from megatron.pretraining.run import train
+    from megatron.rehearsal.rehearse import RehearsalError, rehearse
+
+    try:
+        print(rehearse(load, train))
+    except ConfigError as error:
+        entry.refuse(str(error), 2)
+    except RehearsalError as error:
         entry.refuse(f"error: {error}", 1)
     return 0
 

@@ -1,6 +1,6 @@
 """Test which packages import which, by the floors of ARCHITECTURE.md.
 
-    F6 harness pretraining   F5 evaluation generation hub plan   F4 engine
+    F6 harness pretraining   F5 evaluation generation hub plan rehearsal   F4 engine
     F3 model   F2 attention   F1 data parallel kernels positional   F0 config
 
 A package imports only from floors strictly below its own, so packages of one floor never import
@@ -27,7 +27,7 @@ FLOORS = {
     "attention": 2,
     "model": 3,
     "engine": 4,
-    "evaluation": 5, "generation": 5, "hub": 5, "plan": 5,
+    "evaluation": 5, "generation": 5, "hub": 5, "plan": 5, "rehearsal": 5,
     "harness": 6, "pretraining": 6,
 }  # fmt: skip
 MOST_ENGINE_FILES = 60

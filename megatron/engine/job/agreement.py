@@ -50,16 +50,17 @@ def require_agreement(groups: Groups, subject: str, values: Mapping[str, Any]) -
     """
     first, *others = groups.gather_from_job((socket.gethostname(), dict(values)))
     for rank, (host, theirs) in enumerate(others, start=1):
+        if theirs == first[1]:
+            continue
         differing = [
             f"{key}: {theirs.get(key)!r} there, {first[1].get(key)!r} here"
             for key in first[1] | theirs
             if theirs.get(key) != first[1].get(key)
         ]
-        if differing:
-            raise StartError(
-                f"rank {rank} on {host} has another {subject} than rank 0 on {first[0]} "
-                f"({'; '.join(differing)}); give all machines the same"
-            )
+        raise StartError(
+            f"rank {rank} on {host} has another {subject} than rank 0 on {first[0]} "
+            f"({'; '.join(differing)}); give all machines the same"
+        )
 
 
 def require_one_folder(groups: Groups, folder: Path) -> None:

@@ -1,0 +1,1 @@
+"""Run one step of a job on many imagined ranks, and match what they communicate."""

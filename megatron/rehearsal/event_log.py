@@ -1,0 +1,213 @@
+"""Record every collective and every message of a process, with its line of code.
+
+A `TorchDispatchMode` sees the operations `c10d::*`, with which torch communicates. It does not see
+three things, for which `recording` replaces functions of Python:
+
+- a thread that starts later, such as the one that writes checkpoints: it gets a mode of its own;
+- the creation of process groups, which every rank must do in the same order;
+- exchanges of objects, whose messages have sizes that depend on the objects of all ranks: such an
+  exchange is one event.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import cache
+from pathlib import Path
+from typing import Any, NamedTuple
+from unittest import mock
+
+import torch.distributed as dist
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._pytree import tree_leaves
+
+ROOT = Path(__file__).parents[2]
+MESSAGES = ("send", "recv")
+WRAPPERS = ("torch/", "deepspeed/comm/", "deepspeed/runtime/pipe/p2p.py")
+"""The start of the paths of files whose lines say nothing about the place of an event."""
+CALLERS = ("", "megatron/(?!parallel/)", "megatron/(evaluation|pretraining)/")
+"""Patterns of the files whose lines are named, each the first of its kind."""
+
+
+class Event(NamedTuple):
+    """A collective or a message of one rank.
+
+    Attributes:
+        op: The name of the operation, as in torch's namespace `c10d`, or of a function of torch.
+        group: The ranks of the process group, as text (see `EventLog.members`).
+        peer: The rank that is sent to or received from, or the root of a collective; else None.
+        what: The data types and shapes of the tensors, and how they are reduced.
+        where: The line of code, and the lines of the project from which it was called.
+    """
+
+    op: str
+    group: str
+    peer: int | None
+    what: str
+    where: str
+
+
+Reply = Callable[[Event, Sequence[Tensor]], None]
+"""A function of an event and its tensors that fills the tensors as the other ranks would."""
+
+
+class EventLog:
+    """The events of one process.
+
+    Args:
+        reply: What stands in for the other ranks. None if there are real ones.
+
+    Attributes:
+        threads: Maps the number of each thread that communicates to its events in order.
+        members: Maps the text of a group to its ranks. Groups of the same ranks have different
+            texts, such as "0 to 3" and "0 to 3 (group 2 of these)".
+    """
+
+    def __init__(self, reply: Reply | None = None):
+        self.reply = reply
+        self.threads: dict[int, list[Event]] = {}
+        self.members: dict[str, list[int]] = {}
+        self._texts: dict[str, str] = {}
+        self._count: Counter[str] = Counter()
+        self.name(dist.group.WORLD)
+
+    def name(self, group: Any) -> None:
+        """Give the new process group `group` a text, which is the same on all its ranks."""
+        ranks = dist.get_process_group_ranks(group)
+        text = ranks_text(ranks)
+        self._count[text] += 1
+        number = self._count[text]
+        text += f" (group {number} of these)" if number > 1 else ""
+        self._texts[group.group_name], self.members[text] = text, ranks
+
+    def add(self, op: str, group: Any, what: str, tensors: Sequence[Tensor] = (), **peer: int):
+        """Append an event of this thread, and let the other ranks reply.
+
+        Args:
+            group: The process group; None is the group of all ranks.
+            peer: The number in `group` of the rank that `Event.peer` describes, under any name.
+        """
+        text = self._texts[(group or dist.distributed_c10d._get_default_group()).group_name]
+        peers = [self.members[text][number] for number in peer.values()] or [None]
+        event = Event(op, text, peers[0], what, line_of_code())
+        self.threads.setdefault(threading.get_ident(), []).append(event)
+        if self.reply:
+            self.reply(event, tensors)
+
+
+class _Mode(TorchDispatchMode):
+    def __init__(self, log: EventLog):
+        super().__init__()
+        self._log = log
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = func(*args, **(kwargs or {}))
+        if func.namespace == "c10d":
+            with _disable_current_modes():
+                names = [each.name for each in func._schema.arguments]
+                self._add(func.__name__, dict(zip(names, args, strict=False)) | (kwargs or {}))
+        elif self._log.reply and "empty" in func.__name__:
+            found.zero_()  # what no rank fills is a number, not garbage
+        return found
+
+    def _add(self, op: str, named: dict[str, Any]) -> None:
+        op, group = op.partition(".")[0].strip("_"), dist.ProcessGroup.unbox(named["process_group"])
+        tensors = [x for x in tree_leaves(list(named.values())) if isinstance(x, Tensor)]
+        what = [f"{x.dtype}{list(x.shape)}".removeprefix("torch.") for x in tensors]
+        what += [_reduction()] if "reduce_op" in named else []
+        what += [f"tag {named['tag']}"] if named.get("tag") else []
+        peer = {name: named[name] for name in ("dst", "src", "root_rank") if name in named}
+        self._log.add(op, group, "" if op == "barrier" else ", ".join(what), tensors, **peer)
+
+
+@contextmanager
+def recording(log: EventLog) -> Iterator[None]:
+    """Record in `log` what this process communicates during the `with` block."""
+    run, new_group, gather = threading.Thread.run, dist.new_group, dist.all_gather_object
+
+    def run_recorded(self: threading.Thread) -> None:
+        with _Mode(log):
+            run(self)
+
+    def created(ranks: Sequence[int] | None = None, *args: Any, **kwargs: Any) -> Any:
+        ranks = list(range(dist.get_world_size())) if ranks is None else list(ranks)
+        log.add("new_group", None, f"the ranks {ranks_text(ranks)}")
+        is_member = dist.get_rank() in ranks
+        if log.reply:  # other backends wait for the other ranks
+            args, kwargs = (), {"backend": "fake"}
+        if log.reply and not is_member:
+            return dist.GroupMember.NON_GROUP_MEMBER
+        with _disable_current_modes():
+            group = new_group(ranks, *args, **kwargs)
+        if is_member:
+            log.name(group)
+        return group
+
+    def gathered(found: list[Any], value: Any, group: Any = None) -> None:
+        log.add("all_gather_object", group, "")
+        found[:] = [value] * len(found)
+        if not log.reply:
+            with _disable_current_modes():
+                gather(found, value, group)
+
+    with (
+        mock.patch.object(threading.Thread, "run", run_recorded),
+        mock.patch.object(dist, "new_group", created),
+        mock.patch.object(dist, "all_gather_object", gathered),
+        _Mode(log),
+    ):
+        yield
+
+
+def ranks_text(ranks: Sequence[int]) -> str:
+    """Return ranks as a short text: "0 to 3", "0 to 12 in steps of 4" or "1, 2, 5"."""
+    step = ranks[1] - ranks[0] if len(ranks) > 2 else 0
+    if not step or list(ranks) != list(range(ranks[0], ranks[-1] + 1, step)):
+        return ", ".join(map(str, ranks))
+    return f"{ranks[0]} to {ranks[-1]}" + (f" in steps of {step}" if step != 1 else "")
+
+
+def _reduction() -> str:
+    """Return how the collective in progress reduces, such as SUM.
+
+    The object that the dispatcher passes cannot be read, so this reads torch's own options.
+    """
+    frame = sys._getframe(1)
+    while frame.f_back is not None and "opts" not in frame.f_code.co_varnames:
+        frame = frame.f_back
+    reduce_op = getattr(frame.f_locals.get("opts"), "reduceOp", None)
+    return str(getattr(reduce_op, "op", reduce_op)).rpartition(".")[2]
+
+
+def line_of_code() -> str:
+    """Return the line that communicates, and two lines of the project from which it was called.
+
+    The second line is the first outside `megatron/parallel/`, and the third is the first of the
+    packages above `engine`, such as the validation. Lines of torch, of DeepSpeed's wrappers and of
+    this package do not count.
+    """
+    frame, found, last = sys._getframe(1), [], 0
+    while frame is not None and last < len(CALLERS):
+        name, kind = _file(frame.f_code.co_filename)
+        if kind > last:
+            found.append(f"{name}:{frame.f_lineno}")
+            last = kind
+        frame = frame.f_back
+    return ", called from ".join(found)
+
+
+@cache
+def _file(path: str) -> tuple[str, int]:
+    """Return the short name of a file of code, and the number of `CALLERS` that match it."""
+    _, package, name = path.rpartition("site-packages/")
+    if not package and Path(path).is_relative_to(ROOT):
+        name = str(Path(path).relative_to(ROOT))
+    if name.startswith((*WRAPPERS, "/", "<", "megatron/rehearsal/")):
+        return "", 0
+    return name, sum(re.match(pattern, name) is not None for pattern in CALLERS)

@@ -1,0 +1,154 @@
+"""Run a job as each of its ranks, a few at a time, on torch's fake process group.
+
+The fake group sends nothing: a rank gets its own values back from every collective. Integers decide
+what a job does next (DeepSpeed sends the shapes of tensors between pipeline stages, and compares
+the order of ZeRO-3's parameters with rank 0). So a rank gets the integers that earlier ranks sent
+or broadcast. All other numbers that it receives are zero.
+
+Each rank is a fork of this process, which has imported all modules, because DeepSpeed keeps state
+in its modules. Each has an empty folder of its own, because the earlier ranks have already saved.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import importlib
+import multiprocessing
+import os
+import shutil
+import sys
+import traceback
+import uuid
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import NamedTuple
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from megatron.rehearsal.event_log import MESSAGES, Event, EventLog, recording
+
+Sent = dict[tuple, list[list[int] | None]]
+"""Maps (group, sender, receiver) of messages, or (group, root) of broadcasts, to the integers of
+each of them in order. None stands for other numbers."""
+_HALF = "deepspeed.accelerator.cpu_accelerator.CPU_Accelerator.is_fp16_supported"
+
+
+class Played(NamedTuple):
+    """What one rank did.
+
+    Attributes:
+        threads: The events of each of its threads.
+        members: Maps the text of a group to its ranks.
+        sent: The integers that it sent.
+        error: The traceback of the error that ended the rank, or "".
+        modules: The names of the modules that rank 0 has imported.
+    """
+
+    threads: list[list[Event]]
+    members: dict[str, list[int]]
+    sent: Sent
+    error: str
+    modules: list[str]
+
+
+class EarlierRanks:
+    """Replies to a rank with the integers that earlier ranks sent, and keeps those it sends."""
+
+    def __init__(self, rank: int, sent: Sent):
+        self.rank, self.earlier = rank, sent
+        self.sent: Sent = defaultdict(list)
+        self._received: Counter[tuple] = Counter()
+
+    def reply(self, event: Event, tensors: Sequence[Tensor]) -> None:
+        """Fill the received tensor with integers, if its sender sent integers."""
+        key: tuple = event.group, event.peer
+        sends = event.op == "send" or (event.op == "broadcast" and event.peer == self.rank)
+        if event.op in MESSAGES:
+            ends = (self.rank, event.peer) if sends else (event.peer, self.rank)
+            key = event.group, *ends
+        elif event.op != "broadcast":
+            return
+        (x,) = tensors
+        if sends:
+            counts = x.dtype in (torch.int32, torch.int64)
+            self.sent[key].append(x.flatten().tolist() if counts else None)
+            return
+        number, self._received[key] = self._received[key], self._received[key] + 1
+        sent = dict(enumerate(self.earlier.get(key, []))).get(number)
+        if sent is not None and len(sent) == x.numel():
+            x.copy_(torch.tensor(sent, dtype=x.dtype).view(x.shape))
+
+
+def play_all(
+    job: Callable[[], object], size: int, stages: int, folder: Path, at_once: int
+) -> Iterator[Played]:
+    """Run `job` as each of `size` ranks, and yield what each did, in the order of ranks.
+
+    Args:
+        job: A function that joins the job of the environment's RANK and WORLD_SIZE. It may write
+            into the folder "run" of the current folder.
+        stages: The number of pipeline stages, whose ranks follow each other.
+        folder: An empty folder.
+        at_once: The number of ranks that run at the same time.
+    """
+    context, sent, first = multiprocessing.get_context("fork"), {}, 0
+    while first < size:
+        # A rank needs the integers of the earlier stages and of rank 0, which also runs alone.
+        together = range(first, min(first + min(at_once, size // stages), size) if first else 1)
+        pipes = {rank: context.Pipe(duplex=False) for rank in together}
+        for rank, (_, pipe) in pipes.items():
+            args = pipe, rank, size, job, sent, folder / f"rank{rank}"
+            context.Process(target=_play, args=args, daemon=True).start()
+            pipe.close()
+        for rank, (pipe, _) in pipes.items():
+            try:
+                played = pipe.recv()
+            except EOFError:
+                played = Played([], {}, {}, "the process was killed", [])
+            for name in played.modules:  # so the other ranks need not import them
+                with contextlib.suppress(Exception):
+                    importlib.import_module(name)
+            shutil.rmtree(folder / f"rank{rank}", ignore_errors=True)
+            sent |= played.sent
+            yield played
+        gc.freeze()
+        first = together.stop
+
+
+def _play(
+    pipe: Connection, rank: int, size: int, job: Callable[[], object], sent: Sent, folder: Path
+) -> None:
+    """Run `job` as the rank `rank` of `size` in this forked process, and send what it did."""
+    os.environ.update(RANK=str(rank), LOCAL_RANK="0", WORLD_SIZE=str(size))
+    os.environ.pop("MASTER_ADDR", None)  # of a launcher, whose job this is not
+    others, error = EarlierRanks(rank, sent), ""
+    # Rank 0 writes this file at the start, and the other ranks look whether they see it.
+    mark = uuid.UUID(int=0)
+    (folder / "run").mkdir(parents=True)
+    (folder / "run" / ".seen-by-all").write_text(mark.hex)
+    os.chdir(folder)
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=size)
+    log = EventLog(others.reply)
+    with (
+        Path("output").open("w") as output,
+        contextlib.redirect_stdout(output),
+        contextlib.redirect_stderr(output),
+        mock.patch("uuid.uuid4", lambda: mark),
+        mock.patch(_HALF, lambda self: True),
+    ):
+        try:
+            with recording(log):
+                job()
+        except BaseException:
+            error = traceback.format_exc()
+    modules = list(sys.modules) if rank == 0 else []
+    pipe.send(Played(list(log.threads.values()), log.members, dict(others.sent), error, modules))
+    pipe.close()
+    os._exit(0)

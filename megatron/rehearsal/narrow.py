@@ -1,0 +1,69 @@
+"""Make a job small enough to rehearse: the same layout and layers, with few numbers in each.
+
+The collectives of a step follow from the layout, the layers and the options. Their sizes follow
+from the width of the model and from the length of the sequences.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+
+from megatron.config import Config
+from megatron.config.builtin import task_name
+from megatron.data.shards.writer import ShardWriter
+
+# One step, a validation and a save, in a fresh run that only writes its folder.
+STEP = """train_iters=1 lr_decay_iters=null eval_interval=1 eval_iters=1 log_interval=1 save=run
+load=null finetune=false save_interval=null exit_interval=null exit_duration_in_mins=null
+train_batch_size=null train_micro_batch_size_per_gpu=1 eval_examples=2 eval_context_baseline=0
+rotary_pct=1 attention_backend=auto distributed_backend=null torch_compile=false profile=false
+memory_profiling=false flops_profiler.enabled=false use_wandb=false tensorboard_dir=null"""
+TEXT = """train_data_paths=null train_data_weights=null valid_data_paths=null valid_data_weights=null
+test_data_paths=null test_data_weights=null weight_by_num_documents=false
+tokenizer_type=ByteLevelTokenizer vocab_file=null merge_file=null"""
+DOCUMENTS, TOKENS = 2000, 40  # the text that is read instead of the run's
+
+
+def narrow(config: Config, folder: Path) -> list[str]:
+    """Return config overrides for a rehearsal of `config`, and write a text into `folder`.
+
+    The rehearsed job takes one step, validates and saves. Each head has few dimensions, and each
+    sequence few tokens. A step has as many micro-batches as fill the pipeline, and one more. Blocks
+    communicate alike, so there is one for each stage (two without a pipeline), and those that a
+    division leaves over. If a key names the layers one by one, all of them remain.
+    """
+    m, p, layers = config.model, config.parallel, config.model.num_layers
+    slices, stages = p.context_parallel_size * p.model_parallel_size, p.pipe_parallel_size
+    if not any(isinstance(each, tuple) for each in (m.pos_emb, m.sliding_window_width)):
+        layers = min(layers, max(2, stages) + layers % stages)
+    # A third of the intermediate size is the inner width of a gated activation.
+    heads, length = m.num_attention_heads, slices * -(-16 // slices)
+    micro_batches = min(config.batch.gradient_accumulation_steps, stages + 1)
+    changes = [
+        *STEP.split(),
+        f"num_layers={layers}",
+        f"hidden_size={4 * heads}",
+        f"intermediate_size={12 * heads}",
+        f"gradient_accumulation_steps={micro_batches}",
+        f"eval_tokens={2 * length}",
+    ]
+    lengths = list(config.evaluation.eval_lengths[:1])
+    if task_name(config.data.data_path) is None:
+        changes += [*_text(config, folder), f"seq_length={length}", f"seq_length_val={length}"]
+        lengths = [length] if lengths else []
+    if config.training.precision == "fp16":
+        changes.append("fp16.initial_scale_power=0")  # nothing overflows, on no rank alone
+    return [*changes, f"eval_lengths={lengths}"]
+
+
+def _text(config: Config, folder: Path) -> list[str]:
+    """Write a text of random bytes into `folder`, and return config overrides that select it."""
+    rng = np.random.default_rng(config.training.seed)
+    tokens = rng.integers(97, 123, (DOCUMENTS, TOKENS), dtype=np.uint16)
+    tokens[:, -1] = 256  # the end of the document
+    with ShardWriter(folder / "text", np.uint16) as writer:
+        writer.add_documents(tokens.ravel(), np.full(DOCUMENTS, TOKENS))
+    split = config.data.split if config.data.data_path else "8, 1, 1"
+    return [*TEXT.split(), f"data_path={folder / 'text'}", f"split='{split}'"]

@@ -1,0 +1,135 @@
+"""Match the collectives and messages of all ranks as rendezvous.
+
+A rank waits in a collective until all ranks of the group are in it, and in a message until the
+other rank is in its counterpart. This is stricter than some backends, which buffer short messages;
+a job that passes does not depend on such buffers. Operations of different groups may come in any
+order in which nobody waits for ever.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict, deque
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from megatron.rehearsal.event_log import MESSAGES, Event, ranks_text
+
+COMPARED = {"send": (3,), "recv": (3,), "broadcast": range(4), "gather": range(3)}
+"""The fields of `Event` that must be equal when ranks meet; in other collectives, all fields.
+
+The root of a broadcast may stand in another line of code than the other ranks.
+"""
+
+
+@dataclass(eq=False)
+class Strand:
+    """One thread of one rank.
+
+    Attributes:
+        events: Its events in order.
+        end: How the rank ended, for error messages.
+        done: The number of events that have found their partners.
+    """
+
+    rank: int
+    events: Sequence[Event]
+    end: str = "has ended"
+    done: int = 0
+
+    @property
+    def event(self) -> Event | None:
+        """The event in which the thread waits; None after its last event."""
+        return self.events[self.done] if self.done < len(self.events) else None
+
+
+def unmatched(strands: Sequence[Strand], members: Mapping[str, Sequence[int]]) -> str:
+    """Return a text about the first event that has no partner, or "" if all events have partners.
+
+    Args:
+        strands: Every thread of every rank.
+        members: Maps the text of a group to its ranks.
+    """
+    waiting: dict[tuple, dict[int, deque[Strand]]] = defaultdict(lambda: defaultdict(deque))
+    ready = deque(strands)
+    while ready:
+        strand = ready.popleft()
+        event = strand.event
+        if event is None:
+            continue
+        place, partners = _place(event, strand.rank, members)
+        there = waiting[place]
+        there[strand.rank].append(strand)
+        if not all(there[rank] for rank in partners):
+            continue
+        met = [there[rank].popleft() for rank in partners]
+        if problem := _difference(met):
+            return problem
+        for each in met:
+            each.done += 1
+        ready.extend(met)
+    stuck = [each for each in strands if each.event]
+    return _stalled(stuck, strands, members) if stuck else ""
+
+
+def _place(
+    event: Event, rank: int, members: Mapping[str, Sequence[int]]
+) -> tuple[tuple, Sequence[int]]:
+    """Return where the event of `rank` takes place, and the ranks that meet there."""
+    if event.op not in MESSAGES:
+        return (event.group,), members[event.group]
+    assert event.peer is not None
+    ends = (rank, event.peer) if event.op == "send" else (event.peer, rank)
+    return (event.group, ends), ends
+
+
+def _difference(met: Iterable[Strand]) -> str:
+    """Return how the events of ranks that meet differ, or "" if they fit together."""
+    kinds: dict[tuple, list[tuple[int, Event]]] = defaultdict(list)
+    for strand in met:
+        event = strand.event
+        assert event is not None
+        kind = tuple(event[field] for field in COMPARED.get(event.op, range(len(event))))
+        kinds[kind].append((strand.rank, event))
+    if len(kinds) == 1:
+        return ""
+    lines = ["ranks meet in operations that do not fit together:"]
+    lines += [f"  {_ranks([r for r, _ in same])}: {_text(same[0][1])}" for same in kinds.values()]
+    return "\n".join(lines)
+
+
+def _stalled(
+    stuck: Sequence[Strand], strands: Sequence[Strand], members: Mapping[str, Sequence[int]]
+) -> str:
+    """Return who waits for whom, from a rank that waits to one that ended or to a circle."""
+    chain = [stuck[0]]
+    while event := chain[-1].event:
+        place, partners = _place(event, chain[-1].rank, members)
+        there = {s.rank for s in stuck if s.event and _place(s.event, s.rank, members)[0] == place}
+        missing = next(rank for rank in partners if rank not in there)
+        others = sorted((s for s in strands if s.rank == missing), key=lambda s: s.event is None)
+        if others[0] in chain:
+            chain = chain[chain.index(others[0]) :]
+            break
+        chain = [*chain[-1:], others[0]] if others[0].event is None else [*chain, others[0]]
+    circle = chain[-1].event is not None
+    lines = ["ranks wait for each other:" if circle else "a rank waits for one that has ended:"]
+    for strand in chain:
+        if event := strand.event:
+            same = [each.rank for each in stuck if each.event == event]
+            lines.append(f"  {_ranks(same)} waits in {_text(event)}")
+        else:
+            after = f" after {_text(strand.events[-1])}" if strand.events else ""
+            lines.append(f"  rank {strand.rank} {strand.end}{after}")
+    return "\n".join(lines)
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    return f"rank {ranks[0]}" if len(ranks) == 1 else f"each of the ranks {ranks_text(ranks)}"
+
+
+def _text(event: Event) -> str:
+    ends = {"send": f" to rank {event.peer}", "recv": f" from rank {event.peer}"}
+    over = f" over the ranks {event.group}" if event.op not in MESSAGES else ""
+    root = f" from rank {event.peer}" if event.op == "broadcast" else ""
+    what = f" of {event.what}" if event.what else ""
+    return f"{event.op}{ends.get(event.op, root)}{what}{over} ({event.where})"
