@@ -48,6 +48,7 @@ from megatron.model.embedding import scale_distances
 from megatron.parallel.groups import Groups
 from megatron.parallel.rng import derived_seed
 from megatron.pretraining.first_lines import first_lines
+from megatron.pretraining.provenance import record_start
 from megatron.pretraining.saving import Saving, said_what_is_saved
 from megatron.pretraining.validation import Validation, is_owed
 from megatron.run_folder import RunFolder
@@ -155,7 +156,7 @@ class Job:
         ) as log:
             for line in first_lines(c, self.groups, self.model, self.data.text, self.start, step):
                 log.line(line)
-            self._write_config()
+            self._write_config(log)
             with suppress(preemption.Leave):
                 if step < c.training.train_iters or is_owed(self.progress.interval):
                     with said_what_is_saved(c.checkpoint.save):
@@ -165,9 +166,11 @@ class Job:
             if why := preemption.reason():
                 log.line(f"{why}: left after step {self.progress.step}; {how_to_go_on(c)}")
 
-    def _write_config(self) -> None:
-        """Write the resolved `config.yml`, unless the job only evaluates another run."""
+    def _write_config(self, log: RunLog) -> None:
+        """Write `config.yml` and `run.json`, unless the job only evaluates another run."""
         path = RunFolder(self.run_dir).config
+        if self.config.training.train_iters > 0:
+            record_start(self.run_dir, self.groups, self.description, self.start, log.line)
         if self.groups.is_main and (self.config.training.train_iters > 0 or not path.exists()):
             self.run_dir.mkdir(parents=True, exist_ok=True)
             write_text(path, self.config.to_yaml())
