@@ -21,19 +21,20 @@ def main() -> int:
     fix. If a signal ends the job early, the exit code is the config's `preemption_exit_code`.
     """
     parser = config_parser(__doc__)
-    parser.add_argument("--check", action="store_true", help="validate, print the result, stop")
+    check_help = "validate, look for what the run needs, print the result, stop"
+    parser.add_argument("--check", action="store_true", help=check_help)
     fallback_help = "pass over a damaged newest checkpoint"
     parser.add_argument("--allow-fallback", action="store_true", help=fallback_help)
     parser.add_argument("-v", "--verbose", action="store_true", help="show DeepSpeed's log")
     _add_plan_arguments(parser)
     args = parser.parse_intermixed_args()
+    if args.check:
+        code = _check(args)
+        return _plan(args) or code if args.plan else code
     if args.plan:
         return _plan(args)
     if any(getattr(args, name) != parser.get_default(name) for name in PLAN_OPTIONS):
         parser.error("--gpus, --gpu, --mfu and --price need --plan, which plans and starts nothing")
-    if args.check:
-        print(describe(load_or_exit(args, joins=False)))
-        return 0
     if launcher.is_alone():
         import torch
 
@@ -62,6 +63,19 @@ def _add_plan_arguments(parser: ArgumentParser) -> None:
     plan.add_argument("--mfu", metavar="X", type=float, default=0.4, help=mfu)
     price = entry.number(float, 0.0)
     plan.add_argument("--price", metavar="X", type=price, help="of a GPU hour")
+
+
+def _check(args: Namespace) -> int:
+    """Print the config and what the run needs here; return 1 if something is missing, else 0."""
+    from megatron.pretraining.readiness import readiness
+
+    config = load_or_exit(args, joins=False, processes=args.gpus)
+    facts, problems = readiness(config)
+    print(describe(config))
+    for title, lines in (("on this machine", facts), ("not ready on this machine", problems)):
+        if lines:
+            print("\n  ".join([f"\n{title}", *lines]))
+    return 1 if problems else 0
 
 
 def _plan(args: Namespace) -> int:

@@ -108,23 +108,25 @@ class RunLog:
     def line(self, text: str) -> None:
         """Print one line on stdout and append it to `log.txt`.
 
-        If stdout is a file on a full disk, the line is lost. The same holds for `log.txt`.
+        If stdout is a file on a full disk, the line is lost. The same holds for `log.txt`. If
+        stdout is `log.txt` itself, as in a cell of a sweep, the line is there once.
         """
         if not self.is_main:
             return
-        timed = f"{now()} {text}"
+        timed, file = f"{now()} {text}", _file_of(sys.stdout)
         if self._bar is not None:
             self._bar.clear()
         try:
-            print(timed if _is_file(sys.stdout) else text, flush=True)
+            print(timed if file else text, flush=True)
         except OSError as error:
             if error.errno not in FULL:
                 raise
         if self._bar is not None:
             self._bar.refresh()
         if self._text is not None:
-            with suppress(OSError), open(self._text, "ab", opener=without_waiting) as file:
-                file.write(f"{timed}\n".encode())
+            with suppress(OSError), open(self._text, "ab", opener=without_waiting) as kept:
+                if not (file and os.path.samestat(file, os.fstat(kept.fileno()))):
+                    kept.write(f"{timed}\n".encode())
 
     def progress(self, step: int, steps: int) -> None:
         """Rewrite the progress line: `step` of `steps`, the steps per second, and the time left.
@@ -249,9 +251,10 @@ class RunLog:
         self.close(failed=kind is not None)
 
 
-def _is_file(stream: Any) -> bool:
-    """Return whether a stream such as stdout writes to a regular file."""
+def _file_of(stream: Any) -> os.stat_result | None:
+    """Return the status of the regular file that `stream` writes to, or None for no such file."""
     try:
-        return stat.S_ISREG(os.fstat(stream.fileno()).st_mode)
+        found = os.fstat(stream.fileno())
     except (AttributeError, OSError, ValueError):  # no stdout, or one without a descriptor
-        return False
+        return None
+    return found if stat.S_ISREG(found.st_mode) else None

@@ -155,6 +155,14 @@ def test_lines_have_their_time_in_files_and_none_on_a_terminal_or_pipe(tmp_path,
     assert untimed(kept) == "first\nfirst\nclosed logs go on to print\n" and written in kept
 
 
+def test_stdout_that_is_the_log_itself_has_each_line_once(tmp_path, monkeypatch):
+    with open(tmp_path / "log.txt", "a") as file, RunLog(tmp_path, is_main=True) as log:
+        monkeypatch.setattr("sys.stdout", file)
+        log.line("hello")
+        monkeypatch.undo()
+    assert untimed((tmp_path / "log.txt").read_text()) == "hello\n"
+
+
 def test_a_log_that_cannot_be_written_ends_nothing(tmp_path, capsys):
     (tmp_path / "log.txt").symlink_to("/dev/full")
     with RunLog(tmp_path, is_main=True) as log:
