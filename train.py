@@ -70,12 +70,12 @@ def _check(args: Namespace) -> int:
     from megatron.pretraining.readiness import readiness
 
     config = load_or_exit(args, joins=False, processes=args.gpus)
-    facts, problems = readiness(config)
     print(describe(config))
-    for title, lines in (("on this machine", facts), ("not ready on this machine", problems)):
-        if lines:
+    found = list(readiness(config))
+    for problem, title in ((False, "on this machine"), (True, "not ready on this machine")):
+        if lines := [line for is_problem, line in found if is_problem == problem]:
             print("\n  ".join([f"\n{title}", *lines]))
-    return 1 if problems else 0
+    return int(any(is_problem for is_problem, _ in found))
 
 
 def _plan(args: Namespace) -> int:

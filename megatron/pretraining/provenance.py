@@ -5,7 +5,7 @@
 
 Each start of the run adds an entry to `starts`: the id of the run (`lineage` in its checkpoints),
 the first step, the checkpoint and its run, the command and its folder, the commit and the name of a
-patch, the hosts with their devices and driver, the versions of all packages, the environment
+patch, the number of ranks by host, device and driver, the versions of all packages, the environment
 variables that steer libraries, and the values that fix the samples. `patches` has the difference
 between a commit and the files that ran, new Python and YAML files included.
 
@@ -27,6 +27,7 @@ import sys
 import tempfile
 from collections import Counter
 from collections.abc import Callable
+from contextlib import suppress
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -82,7 +83,7 @@ def record_start(
         "command": sys.orig_argv,
         "folder": os.getcwd(),
         "code": code,
-        "hosts": _by_host(machines),
+        "ranks": Counter(machines),
         "environment": {k: v for k, v in sorted(os.environ.items()) if _STEERING.match(k)},
         "data": run.data,
         "versions": {"python": platform.python_version(), "cuda": torch.version.cuda}
@@ -118,17 +119,11 @@ def _earlier(path: Path) -> dict[str, Any]:
     return {"starts": [], "patches": {}}
 
 
-def _machine(device: torch.device) -> tuple[str, str, str | None]:
-    """Return this rank's host, the name of its device, and the driver."""
+def _machine(device: torch.device) -> str:
+    """Return the host, the device and the driver of this rank."""
     cuda = device.type == "cuda"
     name = torch.cuda.get_device_name(device) if cuda else platform.machine()
-    return socket.gethostname(), name, driver_version()
-
-
-def _by_host(machines: list[tuple[str, str, str | None]]) -> dict[str, Any]:
-    """Return a dict from host to its driver and the number of ranks by device."""
-    devices = {host: Counter(name for h, name, _ in machines if h == host) for host, *_ in machines}
-    return {host: {"driver": driver, "devices": devices[host]} for host, _, driver in machines}
+    return f"{socket.gethostname()}: {name}, driver {driver_version() or '-'}"
 
 
 def code_of(root: Path) -> tuple[dict[str, Any], str]:
@@ -155,15 +150,12 @@ def code_of(root: Path) -> tuple[dict[str, Any], str]:
 def _patch(root: Path) -> str:
     """Return the difference between the commit and the files below `root`, as git prints it."""
     show = ("diff", "HEAD", "--no-ext-diff", "--no-textconv", "--no-color", "--relative")
+    real = Path(root, _git(root, "rev-parse", "--git-path", "index").strip())
     with tempfile.TemporaryDirectory() as folder:
-        index = Path(folder, "index")
-        try:  # a second index, in which new files are marked, so that git shows them
-            real = _git(root, "rev-parse", "--git-path", "index").strip()
-            shutil.copyfile(Path(root, real), index)
-            _git(root, "add", "--intent-to-add", "--", "*.py", "*.yml", GIT_INDEX_FILE=str(index))
-            return _git(root, *show, GIT_INDEX_FILE=str(index))
-        except (OSError, subprocess.SubprocessError):
-            return _git(root, *show)
+        index = shutil.copy(real, folder)  # in which new files are marked, so that git shows them
+        with suppress(subprocess.SubprocessError):  # a repository that only others may write
+            _git(root, "add", "--intent-to-add", "--", "*.py", "*.yml", GIT_INDEX_FILE=index)
+        return _git(root, *show, GIT_INDEX_FILE=index)
 
 
 def _git(root: Path, *command: str, **variables: str) -> str:

@@ -45,7 +45,7 @@ PUBLISHED: dict[str, dict[str, object]] = {
     | {
         "seq_length": 2048, "tokens a step": 4_194_304, "train_iters": 238_419,
         "betas": (0.9, 0.95), "decay_style": "cosine", "warm-up": pytest.approx(2000, abs=0.5),
-        "weight_decay": 0.1, "gradient_clipping": 1.0, "norm": "rmsnorm", "norm_eps": 1e-6,
+        "weight_decay": 0.1, "gradient_clipping": 1.0, "norm": "rmsnorm", "rms_norm_epsilon": 1e-6,
         "activation": "swiglu", "inner_width": 11008, "no_weight_tying": True, "precision": "bf16",
     },
     "kerple_162M": {

@@ -115,15 +115,15 @@ def test_each_start_is_added_with_its_step_checkpoint_and_hosts(tmp_path, monkey
     (said,) = record(tmp_path, Start(TrainingProgress(0, 0, 9), ""))
     assert said.startswith(f"run {'f' * 12}: code 0.1.0, commit ")
     saved = SimpleNamespace(path=tmp_path / "global_step7", lineage="e" * 32)
-    others = [("b", "H100", "580.1")] * 2
+    others = ["b: H100, driver 580.1"] * 2
     record(tmp_path, Start(TrainingProgress(7, 7, 9), "", saved, resumes=True), others)
     text = (tmp_path / "run.json").read_text()
     first, second = json.loads(text)["starts"]
     assert [first[name] for name in ("step", "from", "from_run")] == [0, None, None]
     place = str(tmp_path / "global_step7")
     assert [second[name] for name in ("step", "from", "from_run")] == [7, place, "e" * 32]
-    assert second["hosts"]["b"] == {"driver": "580.1", "devices": {"H100": 2}}
-    assert len(second["hosts"]) == 2 and second["data"] == {"seed": 1}
+    assert second["ranks"]["b: H100, driver 580.1"] == 2
+    assert len(second["ranks"]) == 2 and second["data"] == {"seed": 1}
     assert second["environment"]["NCCL_DEBUG"] == "secret=***" and KEY not in text
     assert (
         "MY_OWN" not in second["environment"] and second["versions"]["torch"] == torch.__version__

@@ -43,7 +43,7 @@ def test_one_key_is_named_and_the_step_from_which_the_losses_differ(runs):
     # The rate of step 2 is the first that differs, so step 3 has the first other loss.
     assert re.match(r"train/lr: equal in \d rows, from step [12] on 0.0", first["train/lr"])
     assert first["train/loss"].startswith("train/loss: equal in 2 rows, from step 3 on ")
-    assert not any(line.startswith(("code", "data", "versions", "hosts")) for line in said)
+    assert not any(line.startswith(("code", "data", "versions", "ranks")) for line in said)
 
 
 def test_one_commit_and_its_changes_are_shown(runs, tmp_path):
