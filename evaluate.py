@@ -15,12 +15,15 @@ from megatron import entry, launcher
 from megatron.config import ConfigError, load_config
 from megatron.config.command_line import (
     config_parser,
+    load_for,
     load_for_use_or_exit,
     load_or_exit,
     sharing_layout,
 )
 from megatron.run_folder import RunFolder
 
+TIMES = (1, 2, 4, 8, 16)
+"""The lengths that `--suite` measures by default, as multiples of the training length."""
 LENGTHS = "--lengths L1,L2,... (or `eval_lengths` in the config)"
 TASKS = "--eval_tasks TASK ... (or `eval_tasks` in the config)"
 
@@ -55,12 +58,20 @@ def main() -> int:
         import megatron.engine.job.failure  # noqa: F401  an error of one rank ends the job
     # Each rank holds the full model, even if the model was trained with another parallel layout.
     config = load_or_exit(args, *sharing_layout(1), *overrides)
+    if args.suite and not config.evaluation.eval_lengths:
+        lengths = [config.model.seq_length * times for times in TIMES]
+        print(f"no lengths are given: measuring {', '.join(map(str, lengths))}", flush=True)
+        overrides.append(f"eval_lengths={lengths}")
+        try:
+            config = load_for(launcher.world_size(), args, *sharing_layout(1), *overrides)
+        except ConfigError as error:
+            entry.refuse(str(error), 2)
     load = args.load or config.checkpoint.load or config.checkpoint.save
     lengths = config.evaluation.eval_lengths
     tasks = () if args.suite else config.evaluation.eval_tasks
     missing = [] if load else ["--load DIR (or `load` in the config)"]
     if not lengths and not tasks:
-        missing.append(LENGTHS if args.suite else f"{LENGTHS} or {TASKS}")
+        missing.append(f"{LENGTHS} or {TASKS}")
     if missing or not load:
         entry.refuse(f"error: nothing to evaluate; give {' and '.join(missing)}", 2)
     if lengths and tasks and int(launcher.world_size()) > 1:

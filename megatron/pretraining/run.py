@@ -21,7 +21,7 @@ from megatron.engine.checkpoint.record import RunDescription
 from megatron.engine.checkpoint.resume import restore
 from megatron.engine.checkpoint.saved_checkpoints import Saved, newest
 from megatron.engine.checkpoint.write import Destination
-from megatron.engine.errors import BadLossError, DivergedError
+from megatron.engine.errors import BadLossError, CheckpointError, DivergedError
 from megatron.engine.job.agreement import require_agreement, settings_of
 from megatron.engine.job.join import joined_job
 from megatron.engine.job.lease import Confirm, sole_writer, unleased
@@ -43,7 +43,7 @@ from megatron.evaluation.by_length import draw_kernels, evaluate_lengths
 from megatron.evaluation.held_out import log_final_losses, validation
 from megatron.evaluation.losses import MeasuredModel
 from megatron.evaluation.published_losses import log_published_losses
-from megatron.files import write_text
+from megatron.files import existing, why_unwritable, write_text
 from megatron.model.embedding import scale_distances
 from megatron.parallel.groups import Groups
 from megatron.parallel.rng import derived_seed
@@ -83,6 +83,9 @@ def train(config: Config, *, verbose: bool = False, allow_fallback: bool = False
     with joined_job(config.parallel, verbose=verbose) as groups, ExitStack() as stack:
         confirm = unleased
         if save and config.training.train_iters > 0 and groups.is_main:
+            if why := why_unwritable(existing(Path(save))):
+                text = f"save: {save}: {existing(Path(save))} {why}; write another folder"
+                raise CheckpointError(text)
             confirm = stack.enter_context(sole_writer(Path(save)))
         Job(config, groups, allow_fallback=allow_fallback, confirm=confirm).run()
     return preemption.finish()
