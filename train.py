@@ -3,6 +3,7 @@
 Example: `python train.py a.yml b.yml -o key=value`.
 """
 
+import os
 from argparse import ArgumentParser, Namespace
 from functools import partial
 
@@ -69,7 +70,9 @@ def _check(args: Namespace) -> int:
     """Print the config and what the run needs here; return 1 if something is missing, else 0."""
     from megatron.pretraining.readiness import readiness
 
-    config = load_or_exit(args, joins=False, processes=args.gpus)
+    if args.gpus:
+        os.environ["WORLD_SIZE"] = str(args.gpus)  # of the processes that would be started
+    config = load_or_exit(args, joins=False)
     print(describe(config))
     found = list(readiness(config))
     for problem, title in ((False, "on this machine"), (True, "not ready on this machine")):

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from types import TracebackType
     from typing import NoReturn
 
 OLDEST = (3, 11)
@@ -37,7 +38,7 @@ NEEDED = ("pydantic", "yaml", "numpy", "torch", "deepspeed")
 """The packages without which no command can start."""
 
 
-def say_what_is_missing(kind: type, error: BaseException, trace: object) -> None:
+def say_what_is_missing(kind: type, error: BaseException, trace: "TracebackType | None") -> None:
     """Print an error that no command has caught; of a package of `NEEDED`, only how to get it."""
     if isinstance(error, ModuleNotFoundError) and error.name in NEEDED:
         print(

@@ -26,8 +26,6 @@ OWN = ("save", "load", "run", "time", "command", "from", "from_run", "folder", "
 """The config keys and the entries of a start that differ between any two runs."""
 COMPARED = ("loss", "lr", "grad_norm", "samples")
 """Words in the names of the metrics that are compared."""
-MOST_LINES = 40
-"""The most lines that are shown of the difference of two patches."""
 
 
 @entry.reports()
@@ -37,11 +35,9 @@ def main() -> int:
     parser.add_argument("runs", nargs=2, type=Path, metavar="RUN", help="run folder")
     a, b = map(RunFolder, parser.parse_args().runs)
     (start_a, patch_a), (start_b, patch_b) = origin(a), origin(b)
-    patches = [*difflib.unified_diff(patch_a, patch_b, "patch of A", "patch of B", "", "", 0, "")]
     lines = [
         *differences("", start_a, start_b),
-        *patches[:MOST_LINES],
-        *([f"... and {len(patches) - MOST_LINES} lines"] if len(patches) > MOST_LINES else []),
+        *difflib.unified_diff(patch_a, patch_b, "patch of A", "patch of B", "", "", 0, ""),
         *differences("config ", config(a), config(b)),
         *later_losses(a, b),
     ]

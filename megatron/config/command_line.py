@@ -51,12 +51,7 @@ def _file(name: str, folder: str) -> Path:
     return with_ending if with_ending.is_file() and not path.is_file() else path
 
 
-def load_or_exit(
-    arguments: argparse.Namespace,
-    *overrides: str,
-    joins: bool = True,
-    processes: int | None = None,
-) -> Config:
+def load_or_exit(arguments: argparse.Namespace, *overrides: str, joins: bool = True) -> Config:
     """Load the config that the command line selects, and check it for the job's processes.
 
     If the config or the launcher's environment variables have problems, print the problems and exit
@@ -67,14 +62,13 @@ def load_or_exit(
         overrides: More `key=value` overrides. They take precedence over `-o` options.
         joins: Whether the command joins the job that torchrun or another launcher started. If
             false, the command runs alone and opens no connection.
-        processes: The number of processes; None takes the number that the launcher started.
     """
     if arguments.hostfile:
         text = "-H: torchrun, srun or deepspeed start the processes, e.g. deepspeed --hostfile "
         entry.refuse(f"error: {text}{arguments.hostfile} train.py ... (docs/cluster.md)", 2)
     try:
         launcher.join() if joins else launcher.stay_out()
-        return load_for(processes or launcher.world_size(), arguments, *overrides)
+        return load_for(launcher.world_size(), arguments, *overrides)
     except (ConfigError, launcher.LaunchError) as error:
         entry.refuse(str(error), 2)
 

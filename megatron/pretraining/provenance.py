@@ -61,7 +61,7 @@ def record_start(
 ) -> None:
     """Add this start to `run.json` in `folder`. Every rank must call this function.
 
-    If the file cannot be written, the function says so and returns.
+    If the file is damaged or cannot be written, the function says so and returns.
 
     Args:
         run: The description of the run, which its checkpoints record.
@@ -90,12 +90,14 @@ def record_start(
         | {each.name: each.version for each in metadata.distributions()},
     }
     try:
-        found = _earlier(path)
+        found: dict[str, Any] = {"starts": [], "patches": {}}
+        if path.exists():
+            found = parse_json(read_small(path, MOST_BYTES))
         found["starts"].append(json.loads(without_secrets(json.dumps(entry))))
         found["patches"] |= {code["patch"]: patch} if patch else {}
         write_text(path, json.dumps(found, indent=1) + "\n")
-    except OSError as error:
-        say(f"{path.name} cannot be written, training goes on: {error}")
+    except (OSError, ValueError, TypeError, LookupError, AttributeError) as error:
+        say(f"{path}: this start is not recorded, training goes on: {error}")
 
 
 def without_secrets(text: str) -> str:
@@ -106,17 +108,6 @@ def without_secrets(text: str) -> str:
     for pattern, instead in _SECRETS:
         text = pattern.sub(instead, text)
     return text
-
-
-def _earlier(path: Path) -> dict[str, Any]:
-    """Return the content of `run.json`. A file that cannot be used is kept under another name."""
-    if path.exists():
-        try:
-            found = parse_json(read_small(path, MOST_BYTES))
-            return {"starts": [*found["starts"]], "patches": {**found["patches"]}}
-        except (ValueError, TypeError, KeyError):
-            path.replace(path.with_name(f"{path.name}.previous"))
-    return {"starts": [], "patches": {}}
 
 
 def _machine(device: torch.device) -> str:
@@ -139,7 +130,7 @@ def code_of(root: Path) -> tuple[dict[str, Any], str]:
         patch = without_secrets(_patch(root))
     except (OSError, subprocess.SubprocessError) as error:
         said = (getattr(error, "stderr", b"") or str(error).encode()).decode(errors="replace")
-        why = f"not a checkout of git: {said.strip().partition(chr(10))[0]}"
+        why = f"no commit is known ({said.strip().partition(chr(10))[0]})"
         return about | {"commit": None, "why": why, "patch": None}, ""
     if len(patch) > LONGEST_PATCH:
         patch = f"{patch[:LONGEST_PATCH]}\n(cut: the patch has {len(patch):,} characters)\n"
@@ -159,12 +150,6 @@ def _patch(root: Path) -> str:
 
 
 def _git(root: Path, *command: str, **variables: str) -> str:
-    done = subprocess.run(
-        ["git", "-C", str(root), *command],
-        env=os.environ | {"GIT_OPTIONAL_LOCKS": "0"} | variables,
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        check=True,
-        timeout=30,
-    )
-    return done.stdout.decode(errors="replace")
+    command = ("git", "-C", str(root), *command)
+    found = {"capture_output": True, "check": True, "timeout": 30, "env": os.environ | variables}
+    return subprocess.run(command, **found).stdout.decode(errors="replace")
