@@ -19,7 +19,8 @@ SCRIPTS = """
     convert_neox_to_hf.py|convert_hf_to_sequential.py|convert_hf_llama_to_neox.py
     convert_raw_llama_weights_to_neox.py|merge20b.py|upload.py|write_hostfile.sh|kill.sh|killall.sh
     sync.sh|docker compose|Apptainer|requirements.txt|post-training|text_generation
-    pdsh|openmpi|wandb_group|tensorboard_dir|Nsight|memory_profiling|requirements-comet|mixture of experts
+    pdsh|openmpi|wandb_group|tensorboard_dir|Nsight|memory_profiling|requirements-comet
+    mixture of experts
 """.replace("\n", "|").split("|")
 
 
