@@ -15,7 +15,6 @@ from megatron import entry, launcher
 from megatron.config import ConfigError, load_config
 from megatron.config.command_line import (
     config_parser,
-    load_for,
     load_for_use_or_exit,
     load_or_exit,
     sharing_layout,
@@ -59,13 +58,7 @@ def main() -> int:
     # Each rank holds the full model, even if the model was trained with another parallel layout.
     config = load_or_exit(args, *sharing_layout(1), *overrides)
     if args.suite and not config.evaluation.eval_lengths:
-        lengths = [config.model.seq_length * times for times in TIMES]
-        print(f"no lengths are given: measuring {', '.join(map(str, lengths))}", flush=True)
-        overrides.append(f"eval_lengths={lengths}")
-        try:
-            config = load_for(launcher.world_size(), args, *sharing_layout(1), *overrides)
-        except ConfigError as error:
-            entry.refuse(str(error), 2)
+        config = with_lengths(config)
     load = args.load or config.checkpoint.load or config.checkpoint.save
     lengths = config.evaluation.eval_lengths
     tasks = () if args.suite else config.evaluation.eval_tasks
@@ -92,6 +85,14 @@ def main() -> int:
         if tasks:
             score_tasks(args, Path(load), out, overrides)
     return 0
+
+
+def with_lengths(config):
+    """Return the config with multiples of the training length as `eval_lengths`."""
+    lengths = tuple(config.model.seq_length * times for times in TIMES)
+    print(f"no lengths are given: measuring {', '.join(map(str, lengths))}", flush=True)
+    evaluation = config.evaluation.model_copy(update={"eval_lengths": lengths})
+    return config.model_copy(update={"evaluation": evaluation})
 
 
 def require_writable(out, *, makes):

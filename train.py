@@ -76,7 +76,8 @@ def _check(args: Namespace) -> int:
     print(describe(config))
     found = list(readiness(config))
     for problem, title in ((False, "on this machine"), (True, "not ready on this machine")):
-        if lines := [line for is_problem, line in found if is_problem == problem]:
+        lines = [line for is_problem, line in found if is_problem == problem]
+        if lines:
             print("\n  ".join([f"\n{title}", *lines]))
     return int(any(is_problem for is_problem, _ in found))
 

@@ -15,9 +15,11 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from megatron import entry
+
+# isort: split
 import yaml
 
-from megatron import entry
 from megatron.errors import UserError
 from megatron.files import parse_json, read_small
 from megatron.run_folder import MOST_BYTES, RunFolder
@@ -33,46 +35,33 @@ def main() -> int:
     """Print the differences, and return exit code 1 if there are any, otherwise 0."""
     parser = entry.parser(__doc__)
     parser.add_argument("runs", nargs=2, type=Path, metavar="RUN", help="run folder")
-    a, b = map(RunFolder, parser.parse_args().runs)
-    (start_a, patch_a), (start_b, patch_b) = origin(a), origin(b)
+    a, b = (RunFolder(path) for path in parser.parse_args().runs)
+    (start_a, patch_a, config_a), (start_b, patch_b, config_b) = contents(a), contents(b)
     lines = [
         *differences("", start_a, start_b),
         *difflib.unified_diff(patch_a, patch_b, "patch of A", "patch of B", "", "", 0, ""),
-        *differences("config ", config(a), config(b)),
+        *differences("config ", config_a, config_b),
         *later_losses(a, b),
     ]
     print("\n".join(lines) or "nothing differs")
     return 1 if lines else 0
 
 
-def origin(run: RunFolder) -> tuple[dict[str, Any], list[str]]:
-    """Return the last start in the run's `run.json`, and the lines of its patch.
+def contents(run: RunFolder) -> tuple[dict[str, Any], list[str], dict[str, Any]]:
+    """Return the last start in the run's `run.json`, the lines of its patch, and its `config.yml`.
 
     Raises:
-        UserError: The file is missing or damaged.
+        UserError: A file is missing or damaged.
     """
+    path = run.provenance
     try:
-        found = parse_json(read_small(run.provenance, MOST_BYTES))
+        found = parse_json(read_small(path, MOST_BYTES))
         start = {**found["starts"][-1]}
-        return start, str(found["patches"].get(start["code"]["patch"], "")).splitlines()
-    except FileNotFoundError:
-        raise UserError(
-            f"{run.provenance}: missing; is {run.path} the `save` folder of a run of this version?"
-        ) from None
-    except (ValueError, LookupError, TypeError, AttributeError) as error:
-        raise UserError(f"{run.provenance}: damaged ({error!r})") from None
-
-
-def config(run: RunFolder) -> dict[str, Any]:
-    """Return the content of the run's `config.yml`.
-
-    Raises:
-        UserError: The file is damaged.
-    """
-    try:
-        return dict(yaml.safe_load(read_small(run.config, MOST_BYTES)))
-    except (ValueError, TypeError, yaml.YAMLError) as error:
-        raise UserError(f"{run.config}: damaged ({error})") from None
+        patch = str(found["patches"].get(start["code"]["patch"], ""))
+        path = run.config
+        return start, patch.splitlines(), dict(yaml.safe_load(read_small(path, MOST_BYTES)))
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, yaml.YAMLError) as error:
+        raise UserError(f"{path}: not that of a run of this version ({error})") from None
 
 
 def differences(before: str, a: Mapping[str, Any], b: Mapping[str, Any]) -> Iterator[str]:

@@ -27,7 +27,6 @@ import sys
 import tempfile
 from collections import Counter
 from collections.abc import Callable
-from contextlib import suppress
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -141,12 +140,16 @@ def code_of(root: Path) -> tuple[dict[str, Any], str]:
 def _patch(root: Path) -> str:
     """Return the difference between the commit and the files below `root`, as git prints it."""
     show = ("diff", "HEAD", "--no-ext-diff", "--no-textconv", "--no-color", "--relative")
-    real = Path(root, _git(root, "rev-parse", "--git-path", "index").strip())
+    real, objects = (
+        str(root / _git(root, "rev-parse", "--git-path", name).strip())
+        for name in ("index", "objects")
+    )
     with tempfile.TemporaryDirectory() as folder:
-        index = shutil.copy(real, folder)  # in which new files are marked, so that git shows them
-        with suppress(subprocess.SubprocessError):  # a repository that only others may write
-            _git(root, "add", "--intent-to-add", "--", "*.py", "*.yml", GIT_INDEX_FILE=index)
-        return _git(root, *show, GIT_INDEX_FILE=index)
+        # An index of its own, in which new files are marked, so that git shows them.
+        index = {"GIT_INDEX_FILE": shutil.copy(real, folder), "GIT_OBJECT_DIRECTORY": folder}
+        index["GIT_ALTERNATE_OBJECT_DIRECTORIES"] = objects
+        _git(root, "add", "--intent-to-add", "--", "*.py", "*.yml", **index)
+        return _git(root, *show, **index)
 
 
 def _git(root: Path, *command: str, **variables: str) -> str:

@@ -286,8 +286,7 @@ def test_what_cannot_be_exported_is_refused_at_once(run, call, tmp_path, monkeyp
     target.mkdir()
     (target / "a").touch()
     assert "is not empty; remove it, or name another" in call(run, target, code=1)
-    assert contents(target) == ["a"]
-    (target / "a").unlink()
+    assert contents(target) == ["a"] and not (target / "a").unlink()
     text = call(run, target, "-o", "published_numerics=true", code=1)
     assert "export with -o published_numerics=false" in text
     (run / "config.yml").rename(run / "other.yml")
@@ -295,8 +294,7 @@ def test_what_cannot_be_exported_is_refused_at_once(run, call, tmp_path, monkeyp
     assert contents(target) == []
     call(run, target, "--config", run / "other.yml")
     about = json.loads((target / "config.json").read_text())["kerple_run"]
-    saved = newest(run)
-    assert about == {"run": saved.record.lineage, "step": saved.step, "version": "0.1.0"}
+    assert (about["run"], about["step"]) == (newest(run).lineage, newest(run).step)
     monkeypatch.setattr(export_hf, "find_spec", lambda name: None)
     text = call(run, tmp_path / "new", code=1)
     assert text == "error: needs transformers: pip install -r requirements-hub.txt\n"

@@ -29,6 +29,7 @@ def checkout(tmp_path):
     git(root.parent, "init", "-q", root)
     (root / "train.py").write_text("print(1)\n")
     (root / "megatron" / "a.py").write_text("a = 1\n")
+    (root / "a.yml").write_text("seed: 0\n")
     (root / ".gitignore").write_text("runs\n")
     git(root, "add", ".")
     git(root, "commit", "-qm", "one")
@@ -58,7 +59,12 @@ def test_the_patch_turns_the_commit_into_the_files_that_ran(checkout, tmp_path):
     here = {
         path.name: path.read_text() for path in again.rglob("*") if path.suffix in (".py", ".yml")
     }
-    assert here == {"train.py": "print(2)\n", "new.py": "new = 1", "own.yml": "seed: 1\n"}
+    assert here == {
+        "train.py": "print(2)\n",
+        "new.py": "new = 1",
+        "own.yml": "seed: 1\n",
+        "a.yml": "seed: 0\n",
+    }
     assert "huge" not in patch and "ignored" not in patch and len(about["patch"]) == 12
 
 

@@ -72,12 +72,12 @@ def test_a_resumed_run_names_its_start_and_keeps_its_id(runs, tmp_path):
 @pytest.mark.parametrize(
     "name, content, words",
     [
-        ("run.json", None, "run.json: missing; is "),
-        ("run.json", "[]", "run.json: damaged"),
-        ("run.json", '{"starts": [], "patches": {}}', "run.json: damaged"),
-        ("run.json", '{"starts": [{"code": 3}], "patches": {}}', "run.json: damaged"),
-        ("config.yml", "a: [", "config.yml: damaged"),
-        ("config.yml", "7", "config.yml: damaged"),
+        ("run.json", None, "run.json: not that of a run"),
+        ("run.json", "[]", "run.json: not that of a run"),
+        ("run.json", '{"starts": [], "patches": {}}', "run.json: not that of a run"),
+        ("run.json", '{"starts": [{"code": 3}], "patches": {}}', "run.json: not that of a run"),
+        ("config.yml", "a: [", "config.yml: not that of a run"),
+        ("config.yml", "7", "config.yml: not that of a run"),
     ],
 )
 def test_missing_and_damaged_files_are_named(runs, tmp_path, name, content, words):
