@@ -85,7 +85,8 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     text = "print which addresses of the corpora have their files"
     add("--check", text, action="store_true")
     arguments = parser.parse_args(argv)
-    arguments.dataset = arguments.dataset or ""
+    # GPT-NeoX calls one corpus by another name than its files.
+    arguments.dataset = "pile_00" if arguments.dataset == "pile_subset" else arguments.dataset or ""
     arguments.builtin = arguments.dataset.startswith(PREFIX)
     _check(arguments, parser)
     return arguments

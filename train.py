@@ -22,12 +22,16 @@ def main() -> int:
     fix. If a signal ends the job early, the exit code is the config's `preemption_exit_code`.
     """
     parser = config_parser(__doc__)
-    parser.add_argument("--check", action="store_true", help="validate, print the result, stop")
+    check_help = "validate, look for what the run needs, print the result, stop"
+    parser.add_argument("--check", action="store_true", help=check_help)
     fallback_help = "pass over a damaged newest checkpoint"
     parser.add_argument("--allow-fallback", action="store_true", help=fallback_help)
     parser.add_argument("-v", "--verbose", action="store_true", help="show DeepSpeed's log")
     _add_plan_arguments(parser)
     args = parser.parse_intermixed_args()
+    if args.check:
+        code = _check(args)
+        return _plan(args) or code if args.plan else code
     if args.plan:
         return _plan(args)
     given = [name for name in PLAN_OPTIONS if getattr(args, name) != parser.get_default(name)]
@@ -36,9 +40,6 @@ def main() -> int:
     if given:
         text = "--gpus needs --plan or --rehearse; --gpu, --mfu and --price need --plan"
         parser.error(f"{text}; neither starts the run")
-    if args.check:
-        print(describe(load_or_exit(args, joins=False)))
-        return 0
     if launcher.is_alone():
         import torch
 
@@ -69,6 +70,22 @@ def _add_plan_arguments(parser: ArgumentParser) -> None:
     plan.add_argument("--mfu", metavar="X", type=float, default=0.4, help=mfu)
     price = entry.number(float, 0.0)
     plan.add_argument("--price", metavar="X", type=price, help="of a GPU hour")
+
+
+def _check(args: Namespace) -> int:
+    """Print the config and what the run needs here; return 1 if something is missing, else 0."""
+    from megatron.pretraining.readiness import readiness
+
+    if args.gpus:
+        os.environ["WORLD_SIZE"] = str(args.gpus)  # of the processes that would be started
+    config = load_or_exit(args, joins=False)
+    print(describe(config))
+    found = list(readiness(config))
+    for problem, title in ((False, "on this machine"), (True, "not ready on this machine")):
+        lines = [line for is_problem, line in found if is_problem == problem]
+        if lines:
+            print("\n  ".join([f"\n{title}", *lines]))
+    return int(any(is_problem for is_problem, _ in found))
 
 
 def _plan(args: Namespace) -> int:

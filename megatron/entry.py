@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from types import TracebackType
     from typing import NoReturn
 
 OLDEST = (3, 11)
@@ -32,6 +33,25 @@ if sys.version_info < OLDEST:
 # when torch is first imported. Nothing is changed if one of them is set.
 if not {"OMP_WAIT_POLICY", "GOMP_SPINCOUNT"} & set(os.environ):
     os.environ.update(OMP_WAIT_POLICY="PASSIVE", GOMP_SPINCOUNT="3000")
+
+NEEDED = ("pydantic", "yaml", "numpy", "torch", "deepspeed")
+"""The packages without which no command can start."""
+
+
+def say_what_is_missing(kind: type, error: BaseException, trace: "TracebackType | None") -> None:
+    """Print an error that no command has caught; of a package of `NEEDED`, only how to get it."""
+    if isinstance(error, ModuleNotFoundError) and error.name in NEEDED:
+        print(
+            f"error: {sys.executable} has no package {error.name}: activate the environment of "
+            "this project (source .venv/bin/activate), or install it: "
+            "python -m pip install -e . -c requirements.txt",
+            file=sys.stderr,
+        )
+    else:
+        sys.__excepthook__(kind, error, trace)
+
+
+sys.excepthook = say_what_is_missing
 
 NOBODY_READS = 141
 """Exit code when no process reads stdout any more: a shell's code for SIGPIPE (128 + 13)."""

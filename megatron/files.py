@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -108,6 +109,21 @@ def without_waiting(path: str, flags: int) -> int:
     descriptor = os.open(path, flags | os.O_NONBLOCK, 0o666)
     os.set_blocking(descriptor, True)
     return descriptor
+
+
+def existing(folder: Path) -> Path:
+    """Return `folder`, or the nearest folder or file above it that exists."""
+    return next(path for path in (folder, *folder.absolute().parents) if path.exists())
+
+
+def why_unwritable(folder: Path) -> str:
+    """Return the reason why no file can be written into an existing folder, or "" if one can."""
+    try:
+        with tempfile.TemporaryFile(dir=folder, buffering=0) as file:
+            file.write(bytes(4096))
+    except OSError as error:
+        return f"cannot be written, {error.strerror}"
+    return ""
 
 
 def parse_json(text: str | bytes) -> Any:

@@ -1,8 +1,9 @@
-"""Format numbers and durations for people, with a useful number of digits."""
+"""Format numbers, durations and the time for people, with a useful number of digits."""
 
 from __future__ import annotations
 
 import math
+from datetime import datetime
 
 
 def decimals(value: float, digits: int) -> int:
@@ -27,3 +28,8 @@ def clock(seconds: float) -> str:
     """Format a duration as hours, minutes and seconds, such as 1:02:03."""
     minutes, rest = divmod(round(seconds), 60)
     return f"{minutes // 60}:{minutes % 60:02d}:{rest:02d}"
+
+
+def now() -> str:
+    """Return the local time and its offset from UTC, such as 2026-11-24T06:01:37+01:00."""
+    return datetime.now().astimezone().isoformat(timespec="seconds")

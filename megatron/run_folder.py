@@ -4,6 +4,7 @@
     RUN/global_stepN/                   a checkpoint (see `engine/checkpoint/saved_checkpoints.py`)
     RUN/latest                          the name of the newest complete checkpoint
     RUN/.lease-N                        names the job that writes the folder (`engine/job/lease.py`)
+    RUN/run.json, RUN/log.txt           where the run comes from, and what it has printed
     RUN/metrics.jsonl, RUN/wandb_id     what the run has logged, and its id in wandb
     RUN/extrapolation.csv, .png         perplexity by length, of text
     RUN/accuracy.csv, .png              accuracy by length, of a length task
@@ -26,6 +27,8 @@ MOST_BYTES = 1 << 34
 """The largest size of a file of a run folder that is read whole, in bytes."""
 RECORD = "kerple.json"
 """The file of a checkpoint that describes it. Published (GPT-NeoX) checkpoints lack it."""
+TIMES = ("time", "elapsed_seconds")
+"""The entries of a row of metrics that say when it was written."""
 _TAG = "global_step"
 
 
@@ -34,8 +37,9 @@ class RunFolder:
 
     Attributes:
         path: The folder.
-        config, latest, metrics, wandb_id, extrapolation, baselines, accuracy, kernels: The paths of
-            files in the folder (see the module docstring). Each file may be missing.
+        config, latest, provenance, log, metrics, wandb_id, extrapolation, baselines, accuracy,
+            kernels: The paths of files in the folder (see the module docstring). Each file may be
+            missing.
         suite: The folder into which `evaluate.py --suite` writes.
         results: Two paths: the table of perplexity by length, and the table of accuracy by length.
             A run has at most one of these tables.
@@ -44,6 +48,7 @@ class RunFolder:
     def __init__(self, path: Path | str):
         self.path = path = Path(path)
         self.config, self.latest = path / "config.yml", path / "latest"
+        self.provenance, self.log = path / "run.json", path / "log.txt"
         self.metrics, self.wandb_id = path / "metrics.jsonl", path / "wandb_id"
         self.extrapolation, self.accuracy = path / "extrapolation.csv", path / "accuracy.csv"
         self.baselines, self.kernels = path / "context_baseline.csv", path / "kernels.png"

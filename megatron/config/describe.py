@@ -11,6 +11,30 @@ from megatron.config.mlp_width import GATED
 from megatron.config.schema import Config
 from megatron.config.sections.model import ModelConfig
 
+HIGHEST_RATES = ((20e9, 1.5e-4), (1e9, 3e-4))
+"""Numbers of parameters, and Adam's highest published learning rate of models at least so large.
+
+They are those of LLaMA 65B and LLaMA 7B; GPT-NeoX-20B has 0.97e-4, Pythia 1.2e-4 to 3e-4.
+"""
+
+
+def doubts(config: Config) -> list[str]:
+    """Return a warning if the learning rate is that of much smaller models than this one."""
+    size, rate = config.model.block_parameters, config.optimizer.lr
+    most = next((most for least, most in HIGHEST_RATES if size >= least), float("inf"))
+    if (
+        config.training.train_iters == 0
+        or rate <= 1.5 * most
+        or "adam" not in config.optimizer.type
+    ):
+        return []
+    decay = config.optimizer.weight_decay
+    return [
+        f"warning: optimizer.params.lr {rate:g} with weight_decay {decay:g} for a model of "
+        f"{size / 1e9:.3g} billion parameters: published ones have at most {most:g} and 0.01 to "
+        "0.1; is the training that of a smaller model? See configs/recipes"
+    ]
+
 
 def describe(config: Config) -> str:
     """Return the config as text: each value with its origin, the derived values, and the notes.
@@ -34,8 +58,8 @@ def describe(config: Config) -> str:
                 where = config.origins.get(inner) or config.origins.get(name, origin)
                 lines.append(f"  {row:<46} {_show(each):<24} {where}")
     lines += ["\nderived", *(f"  {line}" for line in _derived(config))]
-    if config.notes:
-        lines += ["\nnotes", *(f"  {note}" for note in config.notes)]
+    if notes := [*config.notes, *doubts(config)]:
+        lines += ["\nnotes", *(f"  {note}" for note in notes)]
     return "\n".join(lines)
 
 

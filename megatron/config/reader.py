@@ -24,6 +24,7 @@ import yaml
 
 from megatron.config.errors import ConfigError, Mark, Problem
 from megatron.files import without_waiting
+from megatron.suggest import did_you_mean
 
 KeyPath = tuple[str, ...]
 
@@ -213,7 +214,11 @@ def read_file(path: str | Path) -> tuple[Settings, list[Problem]]:
             content = file.read(_MAX_BYTES + 1)
         text = content.decode("utf-8-sig")
     except FileNotFoundError:
-        why = "no such file; check the path"
+        near = did_you_mean(
+            Path(path).name, (each.name for each in Path(path).parent.glob("*.yml"))
+        )
+        here = "" if Path(path).is_absolute() else f"the current folder is {Path.cwd()}; "
+        why = f"no such file; {near}{here}check the path"
     except OSError as error:
         why = f"cannot be read ({error.strerror or error}); give a YAML file"
     except UnicodeDecodeError:

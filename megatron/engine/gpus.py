@@ -7,7 +7,9 @@ default). Where a data sheet gives the rate of sparse matrices, this module has 
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
+from pathlib import Path
 
 from megatron.engine.errors import StartError
 from megatron.suggest import did_you_mean
@@ -65,3 +67,10 @@ def gpu_of_device(device_name: str) -> Gpu | None:
     """
     found = (gpu for name, gpu in GPUS.items() if all(x in device_name for x in name.split("-")))
     return next(found, None)
+
+
+def driver_version() -> str | None:
+    """Return the version of NVIDIA's driver on this machine, or None if there is no driver."""
+    file = Path("/proc/driver/nvidia/version")
+    found = re.search(r"Module\s+(\S+)", file.read_text()) if file.exists() else None
+    return found.group(1) if found else None

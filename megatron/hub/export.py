@@ -28,9 +28,12 @@ from megatron.hub.weights import layout_of
 from megatron.model import GPT
 from megatron.model.theta import is_theta
 from megatron.parallel.rng import named_generator
+from megatron.version import __version__
 
 CODE = "modeling_kerple"
 """The name of the Python file of an export, without its ending."""
+RUN = "kerple_run"
+"""The entry of config.json that names the run (`lineage` in `run.json`) and its step."""
 TOLERANCE = {torch.float32: 1e-4, torch.float64: 1e-9}
 """The largest accepted difference of logits, by the dtype in which logits are compared."""
 _SHARD = "5GB"
@@ -133,6 +136,7 @@ def _common(run: OpenRun) -> dict[str, Any]:
         "tie_word_embeddings": run.model.shape.tie_weights,
         "vocab_size": run.model.shape.vocab_size,
         OWN_KEYS: own_keys(run.config),
+        RUN: {"run": run.saved.lineage, "step": run.saved.step, "version": __version__},
     }
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from megatron.config import Config
+from megatron.config.describe import doubts
 from megatron.data.tasks.base import Task
 from megatron.engine.build import describe_attention
 from megatron.engine.checkpoint.resume import Start
@@ -32,6 +33,7 @@ def first_lines(
         *(f"{part}: {choice}" for part, choice in choices.items() if choice),
         text.about,
         start.text,
+        *doubts(c),
     ]
     if step >= c.training.train_iters > 0:
         lines.append(f"step {step} of {c.training.train_iters}: nothing to train")

@@ -21,7 +21,7 @@ from megatron.engine.checkpoint.record import RunDescription
 from megatron.engine.checkpoint.resume import restore
 from megatron.engine.checkpoint.saved_checkpoints import Saved, newest
 from megatron.engine.checkpoint.write import Destination
-from megatron.engine.errors import BadLossError, DivergedError
+from megatron.engine.errors import BadLossError, CheckpointError, DivergedError
 from megatron.engine.job.agreement import require_agreement, settings_of
 from megatron.engine.job.join import joined_job
 from megatron.engine.job.lease import Confirm, sole_writer, unleased
@@ -43,11 +43,12 @@ from megatron.evaluation.by_length import draw_kernels, evaluate_lengths
 from megatron.evaluation.held_out import log_final_losses, validation
 from megatron.evaluation.losses import MeasuredModel
 from megatron.evaluation.published_losses import log_published_losses
-from megatron.files import write_text
+from megatron.files import existing, why_unwritable, write_text
 from megatron.model.embedding import scale_distances
 from megatron.parallel.groups import Groups
 from megatron.parallel.rng import derived_seed
 from megatron.pretraining.first_lines import first_lines
+from megatron.pretraining.provenance import record_start
 from megatron.pretraining.saving import Saving, said_what_is_saved
 from megatron.pretraining.validation import Validation, is_owed
 from megatron.run_folder import RunFolder
@@ -82,6 +83,9 @@ def train(config: Config, *, verbose: bool = False, allow_fallback: bool = False
     with joined_job(config.parallel, verbose=verbose) as groups, ExitStack() as stack:
         confirm = unleased
         if save and config.training.train_iters > 0 and groups.is_main:
+            if why := why_unwritable(existing(Path(save))):
+                text = f"save: {save}: {existing(Path(save))} {why}; write another folder"
+                raise CheckpointError(text)
             confirm = stack.enter_context(sole_writer(Path(save)))
         Job(config, groups, allow_fallback=allow_fallback, confirm=confirm).run()
     return preemption.finish()
@@ -155,7 +159,7 @@ class Job:
         ) as log:
             for line in first_lines(c, self.groups, self.model, self.data.text, self.start, step):
                 log.line(line)
-            self._write_config()
+            self._write_config(log)
             with suppress(preemption.Leave):
                 if step < c.training.train_iters or is_owed(self.progress.interval):
                     with said_what_is_saved(c.checkpoint.save):
@@ -165,9 +169,11 @@ class Job:
             if why := preemption.reason():
                 log.line(f"{why}: left after step {self.progress.step}; {how_to_go_on(c)}")
 
-    def _write_config(self) -> None:
-        """Write the resolved `config.yml`, unless the job only evaluates another run."""
+    def _write_config(self, log: RunLog) -> None:
+        """Write `config.yml` and `run.json`, unless the job only evaluates another run."""
         path = RunFolder(self.run_dir).config
+        if self.config.training.train_iters > 0:
+            record_start(self.run_dir, self.groups, self.description, self.start, log.line)
         if self.groups.is_main and (self.config.training.train_iters > 0 or not path.exists()):
             self.run_dir.mkdir(parents=True, exist_ok=True)
             write_text(path, self.config.to_yaml())

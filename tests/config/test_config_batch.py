@@ -46,7 +46,7 @@ def test_the_product_is_spelled_out(problems: Callable) -> None:
     ("text", "says"),
     [
         ("train_batch_size: 30", "leaves gradient_accumulation_steps = 30 / 12 = 2.5, not whole; "
-         "write train_batch_size: 24 or 36"),
+         "write train_micro_batch_size_per_gpu: 2, or train_batch_size: 24 or 36"),
         ("train_batch_size: 5", "write train_batch_size: 12"),
         ("train_batch_size: 31\ntrain_micro_batch_size_per_gpu: null",
          "leaves train_micro_batch_size_per_gpu = 31 / 3"),

@@ -16,8 +16,8 @@ BASE = ("model/small.yml", "paper/train.yml", "pos_emb/kerple_log.yml", "cluster
 
 
 def compose(name: str, *overrides: str) -> Config:
-    base = () if name == "quickstart.yml" else BASE
-    world_size = 8 if name == "cluster/gpu8_zero1.yml" else 1
+    base = () if name.startswith(("quickstart.yml", "tasks/", "recipes/")) else BASE
+    world_size = 8 if name == "recipes/gpt_neox_20B.yml" else 1
     files = [CONFIGS / part for part in (*base, name)]
     return load_config(files, overrides, world_size=world_size)
 

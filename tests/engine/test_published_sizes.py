@@ -65,6 +65,23 @@ def test_pythia(size, divisible_by):
     assert found == PYTHIA[size, divisible_by]
 
 
+RECIPES = {  # vocabulary, parameters
+    "pythia_160M": (50257, PYTHIA["small", 128][0]),
+    "pythia_410M": (50257, PYTHIA["medium", 128][0]),
+    "pythia_1.4B": (50257, PYTHIA["xl", 128][0]),
+    "pythia_6.9B": (50257, PYTHIA["6-7B", 256][0]),
+    "gpt_neox_20B": (50257, PYTHIA["20B", 256][0]),
+    "llama_7B": (32_000, LLAMA["7B"]),
+}
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_recipes(name):
+    vocabulary, parameters = RECIPES[name]
+    one = {"model_parallel_size": 1, "pipe_parallel_size": 1}
+    assert count(vocabulary, f"recipes/{name}.yml", **one)[0] == parameters
+
+
 @pytest.mark.parametrize("size", [*GPT3, *BESIDE_EMBEDDINGS])
 def test_gpt_neox(size):
     files = (f"model/{size}.yml", *TRAINING, "family/neox.yml")

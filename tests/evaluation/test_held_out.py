@@ -58,7 +58,7 @@ def every_number_is_in_tensorboard(run, board):
     names = set()
     shown = scalars(board)
     for row in map(json.loads, (run / "metrics.jsonl").read_text().splitlines()):
-        for name in row.keys() - {"step"}:
+        for name in row.keys() - {"step", "time", "elapsed_seconds"}:
             numbers = row[name] if isinstance(row[name], list) else [row[name]]
             tags = [f"{name}/{i}" for i in range(4)] if isinstance(row[name], list) else [name]
             names |= set(tags)

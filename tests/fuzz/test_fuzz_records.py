@@ -77,6 +77,7 @@ def test_metrics(content: bytes) -> None:
     with in_time(), RunLog(FOLDER, is_main=True, append=True, last_step=2) as log:
         log.metrics(3, {"train/loss": 2.0})
     *rows, last = [json.loads(line) for line in path.read_text().splitlines()]
+    assert last.pop("time") and last.pop("elapsed_seconds") >= 0
     assert last == {"step": 3, "train/loss": 2.0} and all(row["step"] <= 2 for row in rows)
     assert rows == [row for row in read if row["step"] <= 2] or "final/" in str(read)
     if content == ROWS:

@@ -92,10 +92,19 @@ def rows(run: Path, name: str = "train/loss") -> dict[int, float]:
     return {row["step"]: row[name] for row in read if name in row}
 
 
+def metric_rows(folder: Path) -> list[dict[str, Any]]:
+    """Return the rows of metrics.jsonl without their two times, which each row must have."""
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    assert all(row.pop("time") and row.pop("elapsed_seconds") >= 0 for row in rows)
+    return rows
+
+
 def all_but_speed(run: Path) -> list[str]:
     """The rows of metrics.jsonl to the last digit, without the numbers that may differ."""
     lines = (run / "metrics.jsonl").read_text().splitlines()
-    speed = r'"train/(tokens_per_second|tflops_per_device|memory_gb)": [^,}]*'
+    speed = (
+        r'"(train/(tokens_per_second|tflops_per_device|memory_gb)|time|elapsed_seconds)": [^,}]*'
+    )
     return [re.sub(speed, "", line) for line in lines]
 
 

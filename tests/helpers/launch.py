@@ -9,6 +9,7 @@ import gc
 import multiprocessing
 import os
 import pickle
+import re
 import runpy
 import secrets
 import socket
@@ -114,7 +115,7 @@ def run_script(script: Path, *args: object, cwd: Path, environ: dict[str, str]) 
     """Run `python script args...` without the seconds that its imports take.
 
     Returns:
-        The exit code, and stdout and stderr together.
+        The exit code, and stdout and stderr together, without the times of the log's lines.
     """
     with os.fdopen(os.memfd_create("output"), "r+", errors="replace") as output:
         argv = [str(script), *map(str, args)]
@@ -124,7 +125,12 @@ def run_script(script: Path, *args: object, cwd: Path, environ: dict[str, str]) 
         output.seek(0)
         text = output.read()
     assert process.exitcode is not None, text
-    return process.exitcode, text
+    return process.exitcode, untimed(text)
+
+
+def untimed(text: str) -> str:
+    """Remove the time that the lines of a log have in a file."""
+    return re.sub(r"(?m)^\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d[+-]\d\d:\d\d ", "", text)
 
 
 def start_script(argv: list[str], output: int, *, cwd: Path, environ: dict[str, str]) -> Any:

@@ -1,6 +1,5 @@
 """Test the hooks that validate and save: what a job owes when it leaves, and what it stores."""
 
-import json
 from types import SimpleNamespace
 
 import pytest
@@ -12,6 +11,7 @@ from megatron.engine.run_log.log import RunLog
 from megatron.engine.training.hooks import Hook, Step
 from megatron.pretraining.saving import Saving
 from megatron.pretraining.validation import Validation, is_owed
+from tests.helpers.jobs import metric_rows
 
 
 def step(number, **values):
@@ -21,10 +21,6 @@ def step(number, **values):
 
 def leaves(number):
     raise preemption.Leave
-
-
-def rows(folder):
-    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
 def test_a_validation_that_a_signal_interrupts_is_owed_and_made_up(tmp_path):
@@ -40,7 +36,7 @@ def test_a_validation_that_a_signal_interrupts_is_owed_and_made_up(tmp_path):
         resumed.load_state(validation.state())
         resumed.begin(4)
     assert not is_owed(resumed.state())
-    assert rows(tmp_path) == [
+    assert metric_rows(tmp_path) == [
         {"step": 4, "train/loss": 1.0},
         {"step": 4, "validation/loss": 0.5, "validation/perplexity": pytest.approx(1.6487, 1e-4)},
     ]

@@ -188,7 +188,7 @@ def test_a_wrong_launch_is_one_of_the_problems(monkeypatch, capsys):
 def test_a_config_for_all_gpus(monkeypatch, capsys):
     """Without a launcher, a config is that of one process for each GPU, as for train.py."""
     monkeypatch.setattr(doctor, "CHECKS", {"python": software.python})
-    given = [str(QUICKSTART), str(ROOT / "configs" / "cluster" / "gpu8_zero1.yml")]
+    given = [str(ROOT / "configs" / "recipes" / "own_160M.yml")]
     monkeypatch.setattr(doctor, "_gpu_count", lambda: 8)
     assert doctor.main(given) == 0
     monkeypatch.setattr(doctor, "_gpu_count", lambda: 3)

@@ -8,12 +8,12 @@ import re
 import resource
 import shutil
 import socket
-import tempfile
 import time
 from collections.abc import Iterator, Mapping
 from datetime import timedelta
 from pathlib import Path
 
+from megatron.files import existing, why_unwritable
 from tools.checkup.finding import OK, PROBLEM, WARNING, Case, Finding, judged
 
 FEWEST_FILES = 1024
@@ -60,7 +60,7 @@ def open_files(case: Case) -> Iterator[Finding]:
 
 def disk(case: Case) -> Iterator[Finding]:
     """Check the disk space and permissions of the run folder, or of its nearest existing parent."""
-    folder = next(path for path in (case.folder, *case.folder.parents) if path.exists())
+    folder = existing(case.folder)
     free, kind = shutil.disk_usage(folder).free, _file_system(folder)
     remedy = "free space, or name another `save`; a checkpoint takes about 14 bytes per parameter"
     text = f"{folder}: {free / 1e9:,.1f} GB free"
@@ -68,23 +68,13 @@ def disk(case: Case) -> Iterator[Finding]:
     files = os.statvfs(folder)
     none = files.f_files > 0 and files.f_favail == 0
     yield judged(none, f"{folder}: {files.f_favail:,} inodes free", "remove files there")
-    why = _unwritable(folder)
+    why = why_unwritable(folder)
     remedy = f"chown or chmod {folder}, or name another `save`"
     yield judged(why, f"{folder}: {why or 'writable'}", remedy)
     shared = bool(_SHARED.search(kind))
     text = f"{folder}: {kind}, {'shared' if shared else 'local to this machine'}"
     remedy = "all machines of a job must see one `save`: name a folder on a shared file system"
     yield judged(case.several and not shared, text, remedy)
-
-
-def _unwritable(folder: Path) -> str:
-    """Return the reason why no file can be written into `folder`, or "" if that is possible."""
-    try:
-        with tempfile.TemporaryFile(dir=folder, buffering=0) as file:
-            file.write(bytes(4096))
-    except OSError as error:
-        return f"cannot be written, {error.strerror}"
-    return ""
 
 
 def _file_system(folder: Path) -> str:

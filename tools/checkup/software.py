@@ -100,17 +100,16 @@ def gpus(case: Case) -> Iterator[Finding]:
     import torch
     import torch.cuda.nccl
 
-    driver = Path("/proc/driver/nvidia/version")
+    from megatron.engine.gpus import driver_version
+
+    driver = driver_version()
     if not case.gpu:
-        text = "torch sees no GPU" + (", but the machine has a driver" if driver.exists() else "")
+        text = "torch sees no GPU" + (", but the machine has a driver" if driver else "")
         remedy = "install the CUDA build of torch; see CUDA_VISIBLE_DEVICES, docker's --gpus all"
-        yield judged(driver.exists(), text, f"{remedy} (docs/troubleshooting.md)")
+        yield judged(driver, text, f"{remedy} (docs/troubleshooting.md)")
         return
-    found = re.search(r"Module\s+(\S+)", driver.read_text()) if driver.exists() else None
     nccl = ".".join(map(str, torch.cuda.nccl.version()))
-    yield Finding(
-        OK, f"CUDA {torch.version.cuda}, NCCL {nccl}, driver {found.group(1) if found else '?'}"
-    )
+    yield Finding(OK, f"CUDA {torch.version.cuda}, NCCL {nccl}, driver {driver or '?'}")
     for index, capability in enumerate(_capabilities()):
         free, total = torch.cuda.mem_get_info(index)
         text = (

@@ -61,7 +61,10 @@ def unknown(key: str, value: object) -> str:
         )
     if group in GROUPS:
         members = sorted(_members(group))
-        hint = did_you_mean(leaf, members).rstrip() or "write one of " + ", ".join(members)
+        inner = [each for each in KNOWN_KEYS if each.startswith(f"{group}.")]
+        deeper = next((f"write {each}" for each in inner if each.endswith(f".{leaf}")), "")
+        listing = "write one of " + ", ".join(members)
+        hint = deeper or did_you_mean(leaf, members).rstrip() or listing
         return f"unknown key in {group}; {hint}"
     if top in KNOWN_KEYS and top not in GROUPS:
         return f"{top} takes a plain value, not a mapping; write {top}: VALUE"

@@ -47,11 +47,14 @@ def derive_batch_sizes(values: Values) -> Iterator[Found]:
     per_step = (m or g or 1) * dp
     if t % per_step:
         below = t // per_step * per_step
-        near = f"{below} or {below + per_step}" if below else str(per_step)
+        near = f"{total}: {below} or {below + per_step}" if below else f"{total}: {per_step}"
+        if m and t % dp == 0:
+            most = max(size for size in range(1, m + 1) if t // dp % size == 0)
+            near = f"{micro}: {most}, or {near}"
         yield (
             total,
             f"{t} = {known} x {free} x {ranks} leaves {free} = {t} / {per_step} = "
-            f"{t / per_step:.4g}, not whole; write {total}: {near}",
+            f"{t / per_step:.4g}, not whole; write {near}",
         )
         return
     values[free] = t // per_step

@@ -27,7 +27,7 @@ from megatron.config.fields import (
     Probability,
     number,
 )
-from megatron.config.mlp_width import inner_width
+from megatron.config.mlp_width import GATED, inner_width
 from megatron.config.sections.base import DERIVED, Section
 from megatron.config.sections.rope import RopeScaling
 from megatron.config.theta_fields import ThetaInit
@@ -116,3 +116,10 @@ class ModelConfig(Section):
     def inner_width(self) -> int:
         """The inner width of the MLP."""
         return inner_width(self.activation, self.intermediate_size, self.mlp_multiple_of)
+
+    @property
+    def block_parameters(self) -> int:
+        """About the number of parameters of all blocks: those of their matrices."""
+        matrices = 3 if self.activation in GATED else 2
+        width = self.hidden_size
+        return self.num_layers * width * (4 * width + matrices * self.inner_width)

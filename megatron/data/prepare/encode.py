@@ -181,7 +181,9 @@ class Encoder:
 def _value(record: dict, key: str) -> str:
     if key not in record:
         found = ", ".join(map(repr, list(record)[:8])) or "none"
-        raise CorpusError(f"has no key {key!r} (its keys: {found})")
+        raise CorpusError(
+            f"has no key {key!r} (its keys: {found}); name the key of the text: --text-key KEY"
+        )
     value = record[key]
     if isinstance(value, list) and all(isinstance(paragraph, str) for paragraph in value):
         return _JOINER.join(value)
@@ -199,6 +201,7 @@ def _describe(error: Exception, place: str) -> str:
                 place = f"{place}:{line}"
             byte = error.object[error.start]
             message = f"byte {byte:#04x} is not valid UTF-8; convert the file to UTF-8"
+            message += ", or leave it out if it has no text (pictures, archives)"
         case json.JSONDecodeError():
             array = f"; {_ONE_A_LINE}" if error.doc.strip() in ("[", "{") else ""
             fault = error.msg.removesuffix(" at")

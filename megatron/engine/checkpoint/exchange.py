@@ -105,7 +105,10 @@ def export_checkpoint(source: Path, target: Path, *, parts: int | None = None) -
     with new_checkpoint(target, saved.tag) as folder:
         _write_layers(folder, shape, _placed(shape, weights, buffers), shards)
         _write_counters(
-            folder, shape, saved.step, {"lr_scheduler": about["schedule"], "args": args}
+            folder,
+            shape,
+            saved.step,
+            {"lr_scheduler": about["schedule"], "args": args, "kerple_run": saved.lineage},
         )
         if (saved.path / "configs").is_dir():
             shutil.copytree(saved.path / "configs", folder / "configs")

@@ -90,6 +90,11 @@ class Saved:
         imported = self.record.imported is not None or self.record.origin
         return Kind.IMPORTED if imported else Kind.OURS
 
+    @property
+    def lineage(self) -> str:
+        """The id of the run that wrote the checkpoint, "" if the checkpoint names none."""
+        return "" if self.kind is Kind.PUBLISHED else self.record.lineage
+
     @cached_property
     def counters(self) -> tuple[int, dict[str, Any] | None]:
         """The number of optimizer steps taken, and the recorded learning-rate schedule or None.

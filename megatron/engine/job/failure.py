@@ -165,7 +165,7 @@ def end_process(
     """
     _ending.acquire()
     failure = _local_failure(text, code if ends_all else 1)
-    if not lost:
+    if not lost and (code != 2 or _rank() == 0):  # 2: the configuration, of which all ranks say so
         _write_for_launcher(text)
     causes: list[Failure] = []
     report = threading.Thread(target=_report, args=(failure, lost, causes), daemon=True)

@@ -1,9 +1,13 @@
-"""Log a run to the console, to `metrics.jsonl`, TensorBoard and wandb, from the main rank only.
+"""Log a run to the console, to files, TensorBoard and wandb, from the main rank only.
 
-`metrics.jsonl` has one JSON object per line, `{"step": 100, "loss": 1.52, ...}`. Each line is
-flushed at once, so that a killed process loses no line that it has logged. JSON has no NaN and no
-infinity, so the file contains `null` for both. The console and the sinks (TensorBoard and wandb,
-see `sinks`) show NaN and infinity.
+`log.txt` has every line of the console with its time, of all starts of the run. If stdout is a
+file, too, its lines also have their time.
+
+`metrics.jsonl` has one JSON object per line: `{"step": 100, "time": "2026-11-24T06:01:37+00:00",
+"elapsed_seconds": 61.2, "loss": 1.52, ...}`. The seconds count from the start of this job. Each
+line is flushed at once, so that a killed process loses no line that it has logged. JSON has no NaN
+and no infinity, so the file contains `null` for both. The console and the sinks (TensorBoard and
+wandb, see `sinks`) show NaN and infinity.
 
 A resumed run appends to the file. It first removes an incomplete last line, and the rows of steps
 after the checkpoint from which it resumes, so that each step occurs once. A run that starts at step
@@ -16,8 +20,11 @@ from __future__ import annotations
 
 import errno
 import os
+import stat
 import sys
+import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -26,8 +33,9 @@ from tqdm import tqdm
 from megatron.config.sections.data import LoggingConfig
 from megatron.engine.run_log.rows import Metric, is_kept, json_line, keep_complete_rows, plain
 from megatron.engine.run_log.sinks import TensorBoard, Wandb
-from megatron.files import read_small
-from megatron.run_folder import MOST_BYTES, RunFolder
+from megatron.files import read_small, without_waiting
+from megatron.readable_numbers import now
+from megatron.run_folder import MOST_BYTES, TIMES, RunFolder
 
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 NO_SINKS = LoggingConfig()
@@ -37,8 +45,8 @@ class RunLog:
     """The log of one run. Its methods do nothing on ranks other than the main rank.
 
     Args:
-        run_dir: The folder for `metrics.jsonl` and wandb's files, created if it does not exist.
-            None writes no `metrics.jsonl` and leaves wandb's files in wandb's default folder.
+        run_dir: The folder for `log.txt`, `metrics.jsonl` and wandb's files, created if it does
+            not exist. None writes no files and leaves wandb's in wandb's default folder.
         settings: The config section that turns wandb and TensorBoard on. TensorBoard's event files
             are in a subfolder of `tensorboard_dir` with the name of `run_dir`.
         is_main: Whether this process is the main rank.
@@ -67,6 +75,8 @@ class RunLog:
     ) -> None:
         self.is_main = is_main
         self._path: Path | None = None
+        self._text: Path | None = None
+        self._begin = time.monotonic()
         self._unwritten: list[str] = []
         self._sinks: list[TensorBoard | Wandb] = []
         self._bar: tqdm | None = None
@@ -82,7 +92,7 @@ class RunLog:
             self._sinks.append(Wandb(run_dir, settings, config or {}, append))
         if run_dir is not None:
             run_dir.mkdir(parents=True, exist_ok=True)
-            path = RunFolder(run_dir).metrics
+            path, self._text = RunFolder(run_dir).metrics, RunFolder(run_dir).log
             if append and last_step is not None:
                 keep_complete_rows(path, last_step)
             elif not append and path.exists():
@@ -96,18 +106,27 @@ class RunLog:
             self.line(sink.about)
 
     def line(self, text: str) -> None:
-        """Print one line on stdout. If stdout is a file on a full disk, the line is lost."""
+        """Print one line on stdout and append it to `log.txt`.
+
+        If stdout is a file on a full disk, the line is lost. The same holds for `log.txt`. If
+        stdout is `log.txt` itself, as in a cell of a sweep, the line is there once.
+        """
         if not self.is_main:
             return
+        timed, file = f"{now()} {text}", _file_of(sys.stdout)
         if self._bar is not None:
             self._bar.clear()
         try:
-            print(text, flush=True)
+            print(timed if file else text, flush=True)
         except OSError as error:
             if error.errno not in FULL:
                 raise
         if self._bar is not None:
             self._bar.refresh()
+        if self._text is not None:
+            with suppress(OSError), open(self._text, "ab", opener=without_waiting) as kept:
+                if not (file and os.path.samestat(file, os.fstat(kept.fileno()))):
+                    kept.write(f"{timed}\n".encode())
 
     def progress(self, step: int, steps: int) -> None:
         """Rewrite the progress line: `step` of `steps`, the steps per second, and the time left.
@@ -135,7 +154,8 @@ class RunLog:
             return
         row = {"step": step} | {name: plain(metric) for name, metric in values.items()}
         if self._path is not None:
-            self._append(self._path, json_line(row))
+            times = dict(zip(TIMES, (now(), round(time.monotonic() - self._begin, 3)), strict=True))
+            self._append(self._path, json_line({"step": step} | times | row))
         self._send("log", row)
         if text is not None:
             self.line(text)
@@ -229,3 +249,12 @@ class RunLog:
 
     def __exit__(self, kind: type | None, *_: object) -> None:
         self.close(failed=kind is not None)
+
+
+def _file_of(stream: Any) -> os.stat_result | None:
+    """Return the status of the regular file that `stream` writes to, or None for no such file."""
+    try:
+        found = os.fstat(stream.fileno())
+    except (AttributeError, OSError, ValueError):  # no stdout, or one without a descriptor
+        return None
+    return found if stat.S_ISREG(found.st_mode) else None

@@ -40,7 +40,7 @@ def flat(name: str, metric: Metric) -> Iterator[tuple[str, Any]]:
 def json_line(row: Mapping[str, Metric]) -> str:
     """Return the row as a line of JSON, with null for NaN and infinity."""
     finite = {
-        name: _mapped(lambda x: x if math.isfinite(x) else None, metric)
+        name: _mapped(lambda x: x if isinstance(x, str) or math.isfinite(x) else None, metric)
         for name, metric in row.items()
     }
     return json.dumps(finite, allow_nan=False) + "\n"

@@ -25,7 +25,7 @@ from megatron.config.sections.data import LoggingConfig
 from megatron.engine.errors import RunLogError
 from megatron.engine.run_log.rows import flat
 from megatron.files import read_start, write_text
-from megatron.run_folder import RunFolder
+from megatron.run_folder import TIMES, RunFolder
 
 Row = Mapping[str, Any]
 """The type of a row of metrics: `step`, and the value (a number or nested list) of each metric."""
@@ -80,7 +80,7 @@ class TensorBoard:
             self.log(row)
 
     def log(self, row: Row) -> None:
-        for name in row.keys() - {"step"}:
+        for name in row.keys() - {"step", *TIMES}:
             for tag, number in flat(name, row[name]):
                 if isinstance(number, int | float):  # not None, which stands for NaN and infinity
                     self._writer.add_scalar(tag, number, row["step"])

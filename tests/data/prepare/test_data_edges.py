@@ -16,7 +16,8 @@ from megatron.data.prepare.journal import Journal, State
 from megatron.data.prepare.sources import find_sources
 from megatron.data.shards.joined import find_prefixes
 from megatron.data.shards.reader import ShardReader
-from tools import inspect_shards, merge_shards, preprocess_data
+from tools import inspect_shards, merge_shards
+from tools.datasets import preprocess_data
 
 GOOD = '{"text": "fine", "meta": {"pile_set_name": "ArXiv"}}\n'
 

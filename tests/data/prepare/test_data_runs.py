@@ -89,7 +89,7 @@ def test_gpt_neox_flags_give_gpt_neox_files(parity, gpt2_files, tmp_path):
         *("--vocab-file", gpt2_files[0], "--merge-file", gpt2_files[1]),
         *("--tokenizer-type", "GPT2BPETokenizer", "--dataset-impl", "mmap", "--append-eod"),
         *("--workers", 2, "--num-docs", 210, "--jsonl-keys", "text"),
-        script="tools/preprocess_data.py",
+        script="tools/datasets/preprocess_data.py",
     )
     assert "Vocab size: 50257" in text
     made = content(tmp_path / "corpus_text_document", TOKENS)

@@ -58,6 +58,7 @@ def own_checkpoint(folder, **changes):
         "progress": {"step": 5, "consumed_samples": 10, "train_samples": 10},
         "layout": {"zero_stage": 1, "data_parallel_size": 1},
         "config": config.to_flat_dict(),
+        "lineage": "c0ffee",
     }
     (folder / tag / "kerple.json").write_text(json.dumps(record))
     (folder / "latest").write_text(tag)
@@ -211,6 +212,7 @@ def test_heads_that_cannot_be_told_apart_are_refused(tmp_path):
     written = export_checkpoint(tmp_path / "run", tmp_path / "out")
     path = written / "mp_rank_00_model_states.pt"
     state = torch.load(path)
+    assert state["kerple_run"] == "c0ffee"
     del state["args"]["num_attention_heads"]
     torch.save(state, path)
     path = written / "layer_02-model_00-model_states.pt"

@@ -102,7 +102,7 @@ def test_train_iters_0_evaluates_the_published_batches(tmp_path, prefix, run, ac
         assert float(found[1]) == pytest.approx(loss, abs=2e-6) and int(found[4]) == first
         assert float(found[2]) == pytest.approx(math.exp(loss), rel=1e-5)
     after = {p.name for p in run.rglob("*")}
-    assert after - set(before) == {"config.yml", "metrics.jsonl"}
+    assert after - set(before) == {"config.yml", "metrics.jsonl", "log.txt"}
     assert (run / "latest").read_text().strip() == "global_step50000"
 
 

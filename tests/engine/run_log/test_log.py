@@ -20,11 +20,9 @@ from megatron.config.sections.data import LoggingConfig
 from megatron.engine.errors import RunLogError
 from megatron.engine.run_log.log import RunLog
 from megatron.parallel.loss import perplexity
+from tests.helpers.jobs import metric_rows as rows
+from tests.helpers.launch import untimed
 from tests.helpers.paths import ROOT
-
-
-def rows(folder: Path) -> list[dict]:
-    return [json.loads(text) for text in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
 def test_metrics_are_on_disk_before_the_log_is_closed(tmp_path, capsys):
@@ -87,7 +85,8 @@ def test_without_a_step_it_only_appends(tmp_path):
     with RunLog(tmp_path, is_main=True, append=True) as log:
         log.metrics(30, {"loss": 3.0})
     after = (tmp_path / "metrics.jsonl").read_text()
-    assert after == before + '\n{"step": 30, "loss": 3.0}\n'
+    row = after.removeprefix(before + "\n")
+    assert row.startswith('{"step": 30, "time": "20') and row.endswith(', "loss": 3.0}\n')
 
 
 def test_fresh_start_keeps_the_old_file_aside(tmp_path):
@@ -117,8 +116,9 @@ def test_rows_that_find_no_space_are_written_later_and_training_goes_on(tmp_path
 def test_a_row_that_fits_in_part_leaves_no_torn_line_and_is_counted(tmp_path, capsys):
     log = RunLog(tmp_path, is_main=True)
     log.metrics(1, {"loss": 1.0})
+    first = (tmp_path / "metrics.jsonl").read_bytes()
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (35, limits[1]))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (len(first) + 9, limits[1]))
     try:
         for step in (2, 3, 4):
             log.metrics(step, {"loss": 1.0})
@@ -136,6 +136,41 @@ def test_a_full_disk_under_the_console_ends_nothing(tmp_path, monkeypatch):
         monkeypatch.undo()
         os.dup2(os.open(os.devnull, os.O_WRONLY), full.fileno())  # to close it
     assert [row["step"] for row in rows(tmp_path)] == [1]
+
+
+def test_lines_have_their_time_in_files_and_none_on_a_terminal_or_pipe(tmp_path, monkeypatch):
+    reader, writer = os.pipe()
+    with open(tmp_path / "out", "w") as file, open(writer, "w") as pipe:
+        for stream in (file, pipe):
+            with RunLog(tmp_path / "run", is_main=True, append=True) as log:
+                monkeypatch.setattr("sys.stdout", stream)
+                log.line("first")
+                monkeypatch.undo()
+    log.line("closed logs go on to print")
+    kept = (tmp_path / "run" / "log.txt").read_text()
+    with open(reader) as piped:
+        assert piped.read() == "first\n"
+    written = (tmp_path / "out").read_text()
+    assert untimed(written) == "first\n" != written and len(written) == len("first\n") + 26
+    assert untimed(kept) == "first\nfirst\nclosed logs go on to print\n" and written in kept
+
+
+def test_stdout_that_is_the_log_itself_has_each_line_once(tmp_path, monkeypatch):
+    with open(tmp_path / "log.txt", "a") as file, RunLog(tmp_path, is_main=True) as log:
+        monkeypatch.setattr("sys.stdout", file)
+        log.line("hello")
+        monkeypatch.undo()
+    assert untimed((tmp_path / "log.txt").read_text()) == "hello\n"
+
+
+def test_a_log_that_cannot_be_written_ends_nothing(tmp_path, capsys):
+    (tmp_path / "log.txt").symlink_to("/dev/full")
+    with RunLog(tmp_path, is_main=True) as log:
+        log.line("hello")
+        (tmp_path / "log.txt").unlink()
+        os.mkfifo(tmp_path / "log.txt")  # without a reader, opening it would wait for ever
+        log.line("again")
+    assert capsys.readouterr().out == "hello\nagain\n"
 
 
 def test_a_loss_beyond_the_range_of_exp_is_infinite_not_fatal():
@@ -249,7 +284,7 @@ def test_wandb_disabled_writes_the_metrics_file_only(tmp_path):
     settings = LoggingConfig(use_wandb=True, wandb_mode="disabled")
     with RunLog(tmp_path, settings, is_main=True) as log:
         log.metrics(10, {"loss": 1.25})
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["metrics.jsonl"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["log.txt", "metrics.jsonl"]
     assert rows(tmp_path) == [{"step": 10, "loss": 1.25}]
 
 

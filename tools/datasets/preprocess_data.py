@@ -1,8 +1,8 @@
 """Tokenise text files into shards, with the flags of gpt-neox's `preprocess_data.py`.
 
-    python tools/preprocess_data.py --input a.jsonl.zst,b.jsonl --output-prefix data/mine \\
-        --vocab-file vocab.json --merge-file merges.txt --tokenizer-type GPT2BPETokenizer \\
-        --dataset-impl mmap --append-eod --workers 8
+    python tools/datasets/preprocess_data.py --input a.jsonl.zst,b.jsonl \\
+        --output-prefix data/mine --vocab-file vocab.json --merge-file merges.txt \\
+        --tokenizer-type GPT2BPETokenizer --dataset-impl mmap --append-eod --workers 8
 
 The tool writes PREFIX_KEY_document.bin and .idx for each key of --jsonl-keys (default: text). The
 files are byte for byte those that gpt-neox writes, except where gpt-neox loses or damages text:

@@ -1,0 +1,119 @@
+"""Check what a run needs on this machine before it is queued: text, tokenizer, folders, disk, port.
+
+Nothing is left on the disk, no device is used, and torch is not imported.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+
+from megatron.config import Config
+from megatron.config.sections.data import DataConfig
+from megatron.data.corpora.catalogue import CORPORA, GPT2_FILES
+from megatron.data.errors import DataError
+from megatron.data.samples.split import split_documents
+from megatron.data.shards.joined import join, open_each
+from megatron.data.tokenizers.build import build_tokenizer
+from megatron.files import existing, why_unwritable
+
+_NEOX = "20B_tokenizer.json"
+_NEOX_URL = "https://huggingface.co/EleutherAI/gpt-neox-20b/resolve/main/tokenizer.json"
+_VOCABULARY = 50_304
+"""A vocabulary's usual size, by which the size of checkpoints is estimated."""
+
+Finding = tuple[bool, str]
+"""Whether the run cannot start because of it, and a line for the user."""
+
+
+def readiness(config: Config) -> Iterator[Finding]:
+    """Yield what was found about the run's text, checkpoints and folders, and every problem."""
+    if not str(config.data.data_path).startswith("builtin:"):
+        yield from _text(config)
+    if config.checkpoint.save and config.training.train_iters:
+        yield _disk(config, Path(config.checkpoint.save))
+    folders = {"save": config.checkpoint.save, "tensorboard_dir": config.logging.tensorboard_dir}
+    for key, path in folders.items():
+        if path and (why := why_unwritable(existing(Path(path)))):
+            yield True, f"{key}: {path}: {existing(Path(path))} {why}; write another folder"
+    port = os.environ.get("MASTER_PORT", "")
+    if port.isdecimal() and "TORCHELASTIC_RUN_ID" not in os.environ:  # torchrun listens there
+        try:
+            socket.create_server(("", int(port))).close()
+        except (OSError, OverflowError) as error:
+            text = f"{error}; export MASTER_PORT with a free port's number"
+            yield True, f"MASTER_PORT: {port}: {text}"
+
+
+def _text(config: Config) -> Iterator[Finding]:
+    """Yield the missing files of the text and its tokenizer, and how often the text is read."""
+    data, tokenizer = config.data, None
+    missing = list(_missing_files(data))
+    yield from ((True, line) for line in missing)
+    try:
+        if not missing:
+            tokenizer = build_tokenizer(data.tokenizer_type, data.vocab_file, data.merge_file)
+        for paths in (data.valid_data_paths, data.test_data_paths):
+            open_each(paths, tokenizer) if paths else None
+        sizes = join(open_each(data.train_data_paths or data.data_path or (), tokenizer)).sizes
+    except DataError as error:
+        yield True, f"{error}\n    {_command(data)}"
+        return
+    first, last = split_documents("1" if data.train_data_paths else data.split, len(sizes))[0]
+    tokens = int(sizes[first:last].sum(dtype="int64"))
+    wanted = config.batch.train_batch_size * config.model.seq_length * config.training.train_iters
+    yield (
+        False,
+        f"text to train on {tokens:,} tokens in {last - first:,} of {len(sizes):,} documents; "
+        f"the run reads {wanted:,} = {wanted / max(1, tokens):.3g} epochs",
+    )
+
+
+def _missing_files(data: DataConfig) -> Iterator[str]:
+    """Yield a line for each missing file of the tokenizer, with the command that makes it."""
+    for key, path in (("vocab_file", data.vocab_file), ("merge_file", data.merge_file)):
+        if path is None or Path(path).is_file():
+            continue
+        how = "copy the file of the published model there, or name your own"
+        if Path(path).name in GPT2_FILES:
+            how = f"downloaded with the text: {_command(data)}"
+        elif Path(path).name == _NEOX:
+            how = f"curl -L --create-dirs -o {path} {_NEOX_URL}"
+        elif data.tokenizer_type == "HFTokenizer":
+            how = f"python tools/train_tokenizer.py TEXTS --size 32000 --out {path}"
+        yield f"{key}: {path}: no such file; {how}"
+
+
+def _command(data: DataConfig) -> str:
+    """Return the command that makes the first shard with the tokenizer of the config."""
+    paths = data.train_data_paths or data.data_path or "data/mine_text_document"
+    prefix = Path(paths if isinstance(paths, str) else paths[0])
+    name = prefix.name.removesuffix("_text_document")
+    what, into = f"--input FILES --name {name}", prefix.parent
+    if name in CORPORA and prefix.parent.name == name:
+        what, into = name, prefix.parent.parent
+    files = [f"-v {data.vocab_file}"] if data.vocab_file else []
+    files += [f"-m {data.merge_file}"] if data.merge_file else []
+    if Path(data.vocab_file or "").name in GPT2_FILES:  # which are downloaded
+        files = []
+    return " ".join([f"python prepare_data.py {what} -d {into} -t {data.tokenizer_type}", *files])
+
+
+def _disk(config: Config, save: Path) -> Finding:
+    """Return whether the disk is too small for the checkpoints, and a line about their size."""
+    m, c, steps = config.model, config.checkpoint, config.training.train_iters
+    each = 16 if config.training.precision == "fp32" else 14  # weights, master, two moments
+    size = each * (m.block_parameters + 2 * _VOCABULARY * m.hidden_size) / 1e9
+    count = steps // (c.save_interval or steps) + len(c.extra_save_iters)
+    if c.keep_last_n_checkpoints:
+        count = min(count, c.keep_last_n_checkpoints + 1)  # the oldest goes after the newest came
+    free = shutil.disk_usage(existing(save)).free / 1e9
+    text = f"about {count} x {size:,.3g} = {count * size:,.3g} GB of checkpoints; "
+    text += f"{existing(save)} has {free:,.3g} GB free"
+    if count * size <= free:
+        return False, text
+    advice = "write keep_last_n_checkpoints: 2, a larger save_interval, or another folder"
+    return True, f"save: {text}; {advice}"

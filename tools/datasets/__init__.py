@@ -1,0 +1,1 @@
+"""GPT-NeoX's command for tokenising text, under GPT-NeoX's path."""
