@@ -26,13 +26,9 @@ if sys.version_info < OLDEST:
         f"start the command with a newer one, e.g. python{needed}"
     )
 
-# By default, OpenMP's threads spin for milliseconds while they wait. If the machine runs anything
-# else, a training step then takes up to ten times as long. Here they sleep after some microseconds
-# of spinning: on an idle machine, a step with two threads is then faster than without spinning, on
-# a busy machine slower (docs/performance.md). torch's OpenMP library (GCC's) reads these variables
-# when torch is first imported. Nothing is changed if one of them is set.
-if not {"OMP_WAIT_POLICY", "GOMP_SPINCOUNT"} & set(os.environ):
-    os.environ.update(OMP_WAIT_POLICY="PASSIVE", GOMP_SPINCOUNT="3000")
+from megatron import cpu_settings  # noqa: E402  it needs a newer Python
+
+cpu_settings.choose_waiting()  # every command imports torch after this module
 
 NEEDED = ("pydantic", "yaml", "numpy", "torch", "deepspeed")
 """The packages without which no command can start."""

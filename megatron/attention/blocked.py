@@ -46,6 +46,7 @@ from megatron.attention.call import Call
 from megatron.attention.eager import eager
 from megatron.attention.tiled.blocked_call import BlockedCall
 from megatron.attention.tiled.row_bias import RowBias
+from megatron.attention.tiled.short_attention import ShortAttention, is_short
 
 
 def blocked(call: Call) -> Any:
@@ -82,6 +83,10 @@ def blocked(call: Call) -> Any:
     if is_compiling() and theta_HN is None:
         # without keeping P, whose size may depend on where documents start
         return operations.blocked(*inputs, *numbers)
+    others = (weight_HS, *terms, theta_HN, call.window)
+    plain = not call.return_lse and all(x is None for x in others)
+    if plain and is_short(q_BHTE, k_BHSE):
+        return ShortAttention.apply(q_BHTE, k_BHSE, v_BHSE, bias_HS, call.scale)
     run = _outside_of_graphs if is_compiling() else _run
     return run((*inputs, theta_HN, positions_BT), (*numbers, call.pos, call.return_lse))
 

@@ -78,7 +78,9 @@ def divide_heads(qkv_BKTW: Tensor, size: int) -> tuple[Tensor, Tensor, Tensor]:
     Return q [batch, query heads, positions, size], and k and v [batch, key heads, positions, size].
     """
     group = qkv_BKTW.shape[-1] // size - 2
-    q, k, v = qkv_BKTW.split([group * size, size, size], dim=-1)
+    # divided before positions and heads change places: then autograd joins gradients with one copy
+    parts = qkv_BKTW.transpose(1, 2).split([group * size, size, size], dim=-1)
+    q, k, v = (part.transpose(1, 2) for part in parts)
     if group > 1:
         q = q.unflatten(-1, (group, size)).transpose(2, 3).flatten(1, 2)
     return q, k, v

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from megatron.config import Config
 from megatron.config.describe import doubts
+from megatron.cpu_settings import described_waiting
 from megatron.data.tasks.base import Task
 from megatron.engine.build import describe_attention
 from megatron.engine.checkpoint.resume import Start
@@ -31,6 +32,7 @@ def first_lines(
         f"{groups.model.size} {groups.device.type} (pipeline x data x tensor parallel){shared}",
         *describe_attention(model.attends),
         *(f"{part}: {choice}" for part, choice in choices.items() if choice),
+        *([f"threads: {described_waiting()}"] if groups.device.type == "cpu" else []),
         text.about,
         start.text,
         *doubts(c),

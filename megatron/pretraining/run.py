@@ -12,6 +12,7 @@ import torch
 from megatron import preemption
 from megatron.config import Config
 from megatron.config.describe import how_to_go_on
+from megatron.cpu_settings import keep_memory
 from megatron.data.errors import ShardError
 from megatron.data.samples.loader import TrainLoader
 from megatron.engine.checkpoint.async_save import Saver
@@ -180,6 +181,8 @@ class Job:
 
     def _train(self, log: RunLog) -> None:
         """Train to the last step. After a bad loss, go back to a checkpoint or raise the error."""
+        if self.groups.device.type == "cpu":
+            keep_memory()
         saver, done = self._saver(log), False
         while not done:
             left = self.config.training.train_iters - self.progress.step
