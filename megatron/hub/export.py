@@ -33,6 +33,14 @@ CODE = "modeling_kerple"
 """The name of the Python file of an export, without its ending."""
 TOLERANCE = {torch.float32: 1e-4, torch.float64: 1e-9}
 """The largest accepted difference of logits, by the dtype in which logits are compared."""
+_CLASSES = {
+    "AutoConfig": "KerpleConfig",
+    "AutoModel": "KerpleModel",
+    "AutoModelForCausalLM": OWN_CLASS,
+    "AutoModelForSequenceClassification": "KerpleForSequenceClassification",
+}
+_NAMES = {"theta": "model.position_bias.theta", "output.weight": "output.weight"}
+"""The names of weights in our class, if not `model.` and the name in a checkpoint."""
 _SHARD = "5GB"
 _SAME = ("hidden_size", "norm_eps", "qk_norm", "activation", "tanh_gelu", "attention_bias")
 _SAME += ("output_gate", "mlp_bias", "gpt_j_residual", "rotary_ndims", "rotary_base")
@@ -104,12 +112,12 @@ def _own_class(run: OpenRun) -> HubModel:
     weights = {name: x for name, x in model.state_dict().items() if not is_theta(name)}
     if model.pos.parameters:
         weights["theta"] = _theta(model)
+    weights = {_NAMES.get(name, f"model.{name}"): x for name, x in weights.items()}
     terms = (term.name for term in model.pos.terms)
-    classes = {"AutoConfig": "KerpleConfig", "AutoModelForCausalLM": OWN_CLASS}
     about = {
         "model_type": "kerple",
         "architectures": [OWN_CLASS],
-        "auto_map": {auto: f"{CODE}.{name}" for auto, name in classes.items()},
+        "auto_map": {auto: f"{CODE}.{name}" for auto, name in _CLASSES.items()},
         **_values(config, model),
     }
     return HubModel(about | _common(run), weights, bundle(terms))
