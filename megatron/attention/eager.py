@@ -62,7 +62,7 @@ def attend_by_scores(call: Call, scores_BHTS: Tensor, theta_HN: Tensor | None) -
         scores_BHTS = scores_BHTS - lost_BHTS
     scores_BHTS = scores_BHTS.masked_fill(call.hidden(distance_TS), -torch.inf)
     logits_BHTX = call.with_null_key(scores_BHTS)
-    probs_BHTS = torch.softmax(logits_BHTX, dim=-1)[..., : len(key_S)]
+    probs_BHTS = torch.softmax(logits_BHTX, dim=-1)[..., : key_S.shape[0]]
     probs_BHTS = F.dropout(probs_BHTS, call.dropout_p)
     out_BHTE = (probs_BHTS @ call.v_BKSE.to(dtype)).to(call.q_BHTE.dtype)
     return (out_BHTE, logits_BHTX.logsumexp(-1)) if call.return_lse else out_BHTE

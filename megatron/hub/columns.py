@@ -97,7 +97,7 @@ def _seen(mask_BS: Tensor, shape: Any, offset: int | None, cache: Cache | None) 
     """
     static = cache is not None and cache.is_compileable
     total = mask_BS.shape[-1] if offset is None else offset + shape[1]
-    fits = mask_BS.dim() == 2 and len(mask_BS) == shape[0]
+    fits = mask_BS.dim() == 2 and mask_BS.shape[0] == shape[0]
     if not fits or mask_BS.shape[1] < total or (mask_BS.shape[1] > total and not static):
         wanted, found = [shape[0], total], list(mask_BS.shape)
         raise ValueError(f"attention_mask must be {wanted}, 1 or 0 for each token, not {found}")

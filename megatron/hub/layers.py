@@ -205,7 +205,7 @@ class Attention(nn.Module):
             column = {"cache_position": at.columns_T}  # for transformers 4
             k_BKSE, v_BKSE = cache.update(k_BKSE, v_BKSE, self.index, column)
             if at.offset is not None:  # a static cache holds zeros after the new tokens
-                end = at.offset + len(at.columns_T)
+                end = at.offset + at.columns_T.shape[0]
                 k_BKSE, v_BKSE = k_BKSE[:, :, :end], v_BKSE[:, :, :end]
         decay_BHS = None
         if self.gate is not None:

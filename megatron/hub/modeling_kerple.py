@@ -218,7 +218,6 @@ class KerpleForCausalLM(KerplePreTrainedModel, GenerationMixin):
         output_hidden_states: bool | None = None,
         logits_to_keep: int | Tensor = 0,
         num_items_in_batch: int | Tensor | None = None,
-        shift_labels: Tensor | None = None,
         cu_seq_lens_q: Tensor | None = None,
         cu_seq_lens_k: Tensor | None = None,
         max_length_q: int | None = None,
@@ -235,7 +234,6 @@ class KerpleForCausalLM(KerplePreTrainedModel, GenerationMixin):
                 the tokens. 0 means all tokens.
             num_items_in_batch: The number by which the sum of losses is divided. None means the
                 number of tokens with a loss.
-            shift_labels: The labels of the next tokens, in place of `labels`, [B, T].
         """
         outputs = self.model(
             input_ids, attention_mask, position_ids, past_key_values, inputs_embeds, use_cache,
@@ -246,8 +244,8 @@ class KerpleForCausalLM(KerplePreTrainedModel, GenerationMixin):
         kept = slice(-kept, None) if isinstance(kept, int) else kept
         logits_BTV = self.output(outputs.last_hidden_state[:, kept])
         loss = None
-        if labels is not None or shift_labels is not None:
-            given = {"num_items_in_batch": num_items_in_batch, "shift_labels": shift_labels}
+        if labels is not None:
+            given = {"num_items_in_batch": num_items_in_batch}
             loss = self.loss_function(logits_BTV, labels, self.config.vocab_size, **given)
         return CausalLMOutputWithPast(
             loss=loss,
