@@ -21,7 +21,7 @@ from transformers import AttentionInterface
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
 from megatron.attention import choose
-from megatron.hub.modeling_kerple import positional_of
+from megatron.hub.backbone import positional_of
 from megatron.positional import PositionalEmbedding, load
 
 _REFUSED = ("softcap", "s_aux", "position_bias")
