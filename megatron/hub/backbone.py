@@ -14,7 +14,7 @@ from transformers.cache_utils import Cache
 from transformers.modeling_outputs import BaseModelOutputWithPast
 from transformers.utils.generic import can_return_tuple
 
-from megatron.hub.columns import columns_of, packed_positions, separate_documents
+from megatron.hub.columns import Columns, columns_of, packed_positions, separate_documents
 from megatron.hub.layers import Block, Embedding, KerpleConfig, Theta, norm_of
 from megatron.positional import load
 from megatron.positional.base import PositionalEmbedding

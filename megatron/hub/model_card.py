@@ -64,8 +64,8 @@ def _formula(term: Any) -> str:
 def _recipe(config: Config) -> dict[str, Any]:
     """Return names and values of what the model was trained with."""
     flat = config.to_flat_dict()
-    keys = {name: flat[name] for name in ("data_path", "train_data_paths") if flat.get(name)}
-    keys = {name: str(value) for name, value in keys.items()}
+    keys: dict[str, Any] = {}
+    keys |= {name: flat[name] for name in ("data_path", "train_data_paths") if flat.get(name)}
     keys["steps"] = f"{flat['train_iters']:,} of {flat['train_batch_size']} texts"
     for name in ("optimizer", "lr_decay_style", "weight_decay", "precision", "seed"):
         keys[name] = flat.get(name)
