@@ -1,11 +1,11 @@
 """Export a run for Hugging Face's transformers.
 
-    python tools/export_hf.py RUN DIR [--dtype bfloat16]
+    python tools/export_hf.py RUN DIR [--dtype bfloat16] [--license apache-2.0]
 
 The newest checkpoint of the run folder RUN is written to the new folder DIR. DIR contains
-config.json, model.safetensors and the tokenizer's files. If none of transformers' own models
-GPTNeoX, Llama and Mistral computes the same, DIR also contains the model's code,
-modeling_kerple.py. In any environment with torch and transformers,
+config.json, model.safetensors, the tokenizer's files and a model card, README.md. If none of
+transformers' own models GPTNeoX, Llama and Mistral computes the same, DIR also contains the model's
+code, modeling_kerple.py. In any environment with torch and transformers,
 
     AutoModelForCausalLM.from_pretrained(DIR, trust_remote_code=True)
     AutoTokenizer.from_pretrained(DIR)
@@ -48,6 +48,8 @@ def main() -> int:
     add("--config", type=Path, nargs="+", default=[], metavar="FILE", help=config_help)
     override_help = "a config key, such as eval_distance_scale=0.5"
     add("-o", action="append", default=[], metavar="K=V", help=override_help)
+    licence_help = "the licence in the model card, such as apache-2.0 (default: unknown)"
+    add("--license", default="unknown", metavar="NAME", help=licence_help)
     args = parser.parse_args()
     if not args.run.is_dir():
         parser.error(f"{args.run}: no such folder; name the `save` folder of a run")
@@ -65,7 +67,7 @@ def main() -> int:
             run = open_run(args.run, None, cpu, files=args.config, overrides=given)
             if args.dtype == "float64":
                 run.model.double()
-            lines = [*run.notes, *export(run, folder)]
+            lines = [*run.notes, *export(run, folder, args.license)]
         print("\n".join([*lines, f"{run.saved.path} -> {args.target}"]))
     return 0
 

@@ -114,35 +114,6 @@ def constant(function: F) -> F:
     return cast(F, result)
 
 
-class _NoSecondDerivative(torch.autograd.Function):
-    """Autograd function that makes second derivatives raise an error instead of being zero.
-
-    `apply(run, *tensors)` returns `run()`, which must be gradients that depend on `tensors`.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, run: Callable[[], tuple], *tensors: Tensor | None) -> tuple:
-        return run()
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Any:
-        raise NotImplementedError(
-            "this attention backend has no second derivative: use attention_backend eager"
-        )
-
-
-def first_order(backward: Callable[..., tuple]) -> Callable[..., tuple]:
-    """Decorate an autograd function's backward pass, so that second derivatives raise an error."""
-
-    # torch's `once_differentiable` raises no error if the output's gradient needs no gradient
-    def marked(ctx: Any, *grads: Tensor | None) -> tuple:
-        if not torch.is_grad_enabled():  # the usual case, without create_graph
-            return backward(ctx, *grads)
-        return _NoSecondDerivative.apply(lambda: backward(ctx, *grads), *grads, *ctx.saved_tensors)
-
-    return marked
-
-
 def check(call: Call) -> None:
     """Check that the inputs of a call are valid and fit together.
 

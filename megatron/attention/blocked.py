@@ -33,118 +33,35 @@ products. With the same number of threads, the results are repeatable bit for bi
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
 from torch.compiler import is_compiling
 
 from megatron.attention import operations
-from megatron.attention.backend import Backend, first_order, wants_gradients
+from megatron.attention.backend import Backend, wants_gradients
 from megatron.attention.call import Call
 from megatron.attention.eager import eager
-from megatron.attention.tiled.blocked_call import BlockedCall
-from megatron.attention.tiled.row_bias import RowBias
+from megatron.attention.tiled.blocked_function import arguments_of, run
 from megatron.attention.tiled.short_attention import ShortAttention, is_short
+
+# As `torch.compiler.disable`, which would import the compiler now. This does so when it is called.
+_outside_of_graphs = torch._disable_dynamo(run)  # pyright: ignore[reportPrivateImportUsage]
 
 
 def blocked(call: Call) -> Any:
     """Compute the attention output of `call`; see `choice.AttentionFn.__call__`."""
-    q_BHTE, k_BHSE, v_BHSE = call.q_BHTE, call.k_BKSE, call.v_BKSE
-    if q_BHTE.shape[2] == 1 and not wants_gradients(call) and not call.dropout_p:
+    if call.q_BHTE.shape[2] == 1 and not wants_gradients(call) and not call.dropout_p:
         return eager(call)  # a single row needs neither blocks nor copies of the keys
-    heads, keys, device = q_BHTE.shape[1], k_BHSE.shape[2], q_BHTE.device
-    dtype = torch.promote_types(q_BHTE.dtype, torch.float32)
-    bias_HS = weight_HS = None
-    theta_HN = positions_BT = None
-    if call.has_kernel:
-        theta_HN = call.theta.to(torch.promote_types(call.theta.dtype, dtype))
-        distance_S = torch.arange(keys, device=device)
-        weight_HS = call.pos.weight(theta_HN, distance_S)
-        if call.pos.reads_position:
-            positions_BT = call.positions().flip(1)
-        else:
-            bias_HS, theta_HN = call.pos.bias(theta_HN, distance_S), None
-    if bias_HS is None:
-        bias_HS = torch.zeros(heads, keys, device=device)  # still carries the causal mask
-    bias_HS = bias_HS.to(dtype)
-    if call.window is not None:
-        hidden_S = torch.arange(keys, device=device) > call.window
-        bias_HS = bias_HS.masked_fill(hidden_S, -torch.inf)
-    weight_HS = None if weight_HS is None else weight_HS.to(dtype)
-    starts_BT = call.starts_BS
-    if starts_BT is not None:
-        starts_BT = starts_BT[:, call.query_offset : keys].flip(1)
-    seed = torch.randint(1 << 62, (), device=device) if call.dropout_p else None
-    terms = (call.decay_BHS, call.sink_H, starts_BT, seed)
-    inputs = (q_BHTE, k_BHSE, v_BHSE, bias_HS, weight_HS, *terms)
-    numbers = call.scale, call.dropout_p, call.window
-    if is_compiling() and theta_HN is None:
+    inputs, others = arguments_of(call)
+    if is_compiling() and inputs[-2] is None:
         # without keeping P, whose size may depend on where documents start
-        return operations.blocked(*inputs, *numbers)
-    others = (weight_HS, *terms, theta_HN, call.window)
-    plain = not call.return_lse and all(x is None for x in others)
+        return operations.blocked(*inputs[:-2], *others[:3])
+    q_BHTE, k_BHSE, v_BHSE, bias_HS, *terms = inputs
+    plain = not call.return_lse and all(x is None for x in (*terms, call.window))
     if plain and is_short(q_BHTE, k_BHSE):
         return ShortAttention.apply(q_BHTE, k_BHSE, v_BHSE, bias_HS, call.scale)
-    run = _outside_of_graphs if is_compiling() else _run
-    return run((*inputs, theta_HN, positions_BT), (*numbers, call.pos, call.return_lse))
-
-
-def _run(inputs: tuple[Tensor | None, ...], others: tuple) -> Any:
-    """Return the attention output, or (output, lse) if `return_lse` is true.
-
-    Args:
-        inputs: The arguments `q_BHTE` to `seed` of `BlockedCall`, theta_HN and positions_BT. The
-            last two are None unless the bias depends on the query's position.
-        others: (scale, dropout_p, window, embedding, return_lse).
-    """
-    if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs):
-        return _BlockedAttention.apply(*inputs, *others)
-    return _call(inputs, others).forward(None, return_lse=others[-1])
-
-
-# As `torch.compiler.disable`, which would import the compiler now. This does so when it is called.
-_outside_of_graphs = torch._disable_dynamo(_run)  # pyright: ignore[reportPrivateImportUsage]
-
-
-def _call(inputs: Sequence[Any], others: Sequence[Any]) -> BlockedCall:
-    """Return the `BlockedCall` for the arguments of `_run`."""
-    *inputs, theta_HN, positions_BT = inputs
-    *numbers, pos, _ = others
-    row_bias = None
-    if theta_HN is not None:
-        row_bias = RowBias(pos, theta_HN, positions_BT, inputs[1].shape[2])
-    return BlockedCall(*inputs, *numbers, row_bias=row_bias)
-
-
-class _BlockedAttention(torch.autograd.Function):
-    """Autograd function of blocked attention.
-
-    For the backward pass, it saves its inputs. It also saves the attention probabilities if they
-    need little memory (see `BlockedCall.new_kept`).
-    """
-
-    @staticmethod
-    def forward(ctx: Any, *arguments: Any) -> Any:
-        """Return what `_run(inputs, others)` returns. `arguments` are `(*inputs, *others)`."""
-        inputs, ctx.others = arguments[:11], arguments[11:]
-        call = _call(inputs, ctx.others)
-        kept = call.new_kept()
-        ctx.save_for_backward(*inputs, kept)
-        return call.forward(kept, return_lse=ctx.others[-1])
-
-    @staticmethod
-    @first_order
-    def backward(ctx: Any, grad_BHTE: Tensor, dlse_BHT: Tensor | None = None) -> tuple:
-        *inputs, kept = ctx.saved_tensors
-        call = _call(inputs, ctx.others)
-        if dlse_BHT is not None:
-            call.dlse_NT = dlse_BHT.flatten(0, 1).flip(1)
-        *gradients, dtheta_HN = call.backward(
-            grad_BHTE, kept, need_bias=ctx.needs_input_grad[3], need_weight=ctx.needs_input_grad[4]
-        )
-        return *gradients, None, None, dtheta_HN, *[None] * (1 + len(ctx.others))
+    return (_outside_of_graphs if is_compiling() else run)(inputs, others)
 
 
 BACKEND = Backend("blocked", blocked, remark=lambda request: "no quadratic buffer", gives_lse=True)

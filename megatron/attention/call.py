@@ -63,6 +63,16 @@ class Call:
         """The position of the last query, plus 1."""
         return self.query_offset + self.q_BHTE.shape[2]
 
+    def query_rows(self) -> Tensor:
+        """Return the index of each query's own key, int64 [T]."""
+        return torch.arange(self.query_offset, self.end, device=self.q_BHTE.device)
+
+    def query_starts(self) -> Tensor | None:
+        """Return the start of each query's document [B, T], or None if there are no documents."""
+        if self.starts_BS is None:
+            return None
+        return self.starts_BS[:, self.query_offset : self.end]
+
     def first_keys(self) -> Tensor | None:
         """Return the index of the first key that each query sees, int64 [B or 1, T].
 
@@ -73,10 +83,9 @@ class Call:
             return None
         first_BT = torch.zeros(1, 1, dtype=torch.int64, device=self.q_BHTE.device)
         if self.window is not None:
-            row_T = torch.arange(self.query_offset, self.end, device=self.q_BHTE.device)
-            first_BT = (row_T - self.window).clamp(min=0)[None]
-        if self.starts_BS is not None:
-            first_BT = first_BT.maximum(self.starts_BS[:, self.query_offset : self.end].long())
+            first_BT = (self.query_rows() - self.window).clamp(min=0)[None]
+        if (starts_BT := self.query_starts()) is not None:
+            first_BT = first_BT.maximum(starts_BT.long())
         return first_BT
 
     def hidden(self, distance_TS: Tensor) -> Tensor:
@@ -92,9 +101,10 @@ class Call:
 
     def positions(self) -> Tensor:
         """Return the position of each query in its document, [B or 1, T]."""
-        if self.positions_BT is not None or self.starts_BS is None:
+        starts_BT = self.query_starts()
+        if self.positions_BT is not None or starts_BT is None:
             return self.absolute_positions()
-        return self.absolute_positions() - self.starts_BS[:, self.query_offset : self.end]
+        return self.absolute_positions() - starts_BT
 
     def absolute_positions(self) -> Tensor:
         """Return the positions of the queries, [B or 1, T].
@@ -103,7 +113,7 @@ class Call:
         """
         if self.positions_BT is not None:
             return self.positions_BT
-        return torch.arange(self.query_offset, self.end, device=self.q_BHTE.device)[None]
+        return self.query_rows()[None]
 
     def temperature_positions(self) -> Tensor:
         """Return the positions of queries, [B or 1, T], from which temperatures are computed."""
@@ -124,7 +134,8 @@ class Call:
             return None
         c_BHS = self.decay_BHS
         # c is a sum that may be large, so it is rounded after the subtraction
-        return (c_BHS[:, :, None] - c_BHS[:, :, self.query_offset :, None]).to(dtype)
+        c_BHT = c_BHS.index_select(2, self.query_rows())
+        return (c_BHS[:, :, None] - c_BHT[..., None]).to(dtype)
 
     def with_null_key(self, logits_BHTS: Tensor) -> Tensor:
         """Return the logits, with the sink's logit as one more column if there is a sink."""

@@ -49,9 +49,8 @@ def attend_by_scores(call: Call, scores_BHTS: Tensor, theta_HN: Tensor | None) -
             The distance kernel is evaluated in the dtype of `theta_HN`.
     """
     dtype, device = scores_BHTS.dtype, scores_BHTS.device
-    query_T = torch.arange(call.q_BHTE.shape[2], device=device) + call.query_offset
     key_S = torch.arange(call.k_BKSE.shape[2], device=device)
-    distance_TS = query_T[:, None] - key_S
+    distance_TS = call.query_rows()[:, None] - key_S
     if theta_HN is not None:
         weight_HTS = call.pos.weight(theta_HN, distance_TS.clamp(min=0))
         bias_BHTS = call.bias(theta_HN, distance_TS)
@@ -63,7 +62,7 @@ def attend_by_scores(call: Call, scores_BHTS: Tensor, theta_HN: Tensor | None) -
         scores_BHTS = scores_BHTS - lost_BHTS
     scores_BHTS = scores_BHTS.masked_fill(call.hidden(distance_TS), -torch.inf)
     logits_BHTX = call.with_null_key(scores_BHTS)
-    probs_BHTS = torch.softmax(logits_BHTX, dim=-1)[..., : len(key_S)]
+    probs_BHTS = torch.softmax(logits_BHTX, dim=-1)[..., : key_S.shape[0]]
     probs_BHTS = F.dropout(probs_BHTS, call.dropout_p)
     out_BHTE = (probs_BHTS @ call.v_BKSE.to(dtype)).to(call.q_BHTE.dtype)
     return (out_BHTE, logits_BHTX.logsumexp(-1)) if call.return_lse else out_BHTE

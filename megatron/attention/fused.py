@@ -42,8 +42,9 @@ from torch.compiler import is_compiling
 from torch.torch_version import TorchVersion
 
 from megatron.attention import operations
-from megatron.attention.backend import Backend, Request, constant, first_order, wants_gradients
+from megatron.attention.backend import Backend, Request, constant, wants_gradients
 from megatron.attention.call import Call
+from megatron.attention.first_order import first_order
 from megatron.attention.formulas.torch_to_sympy import Unreadable
 from megatron.attention.formulas.trace import confirms_code, parts_of, read
 from megatron.positional import PositionalEmbedding

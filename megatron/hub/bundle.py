@@ -10,7 +10,7 @@ from importlib import import_module
 from megatron import positional
 
 _PREFIX = "megatron."
-_MODEL = ("megatron.hub.layers", "megatron.hub.modeling_kerple")
+_MODEL = tuple(f"megatron.hub.{name}" for name in ("layers", "backbone", "modeling_kerple"))
 _LOAD = '''
 def load(name: str, **options: Any) -> PositionalEmbedding:
     """Build the positional embedding `name`, or a combination such as `rotary + kerple_log`."""

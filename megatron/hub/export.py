@@ -23,6 +23,7 @@ from megatron.engine.errors import HubError
 from megatron.engine.open_run import OpenRun
 from megatron.hub.bundle import bundle
 from megatron.hub.config_keys import OWN_CLASS, OWN_KEYS, hub_config, misfits, own_keys
+from megatron.hub.model_card import model_card
 from megatron.hub.tokenizer import write_tokenizer
 from megatron.hub.weights import layout_of
 from megatron.model import GPT
@@ -36,11 +37,21 @@ RUN = "kerple_run"
 """The entry of config.json that names the run (`lineage` in `run.json`) and its step."""
 TOLERANCE = {torch.float32: 1e-4, torch.float64: 1e-9}
 """The largest accepted difference of logits, by the dtype in which logits are compared."""
+_CLASSES = {
+    "AutoConfig": "KerpleConfig",
+    "AutoModel": "KerpleModel",
+    "AutoModelForCausalLM": OWN_CLASS,
+    "AutoModelForSequenceClassification": "KerpleForSequenceClassification",
+}
+_NAMES = {"theta": "model.position_bias.theta", "output.weight": "output.weight"}
+"""The names of weights in our class, if not `model.` and the name in a checkpoint."""
 _SHARD = "5GB"
 _SAME = ("hidden_size", "norm_eps", "qk_norm", "activation", "tanh_gelu", "attention_bias")
 _SAME += ("output_gate", "mlp_bias", "gpt_j_residual", "rotary_ndims", "rotary_base", "head_size")
 _SAME += ("qk_norm_kind", "output_norms", "qkv_bias", "gpt_j_tied")
 """The values of a `BlockShape` that `KerpleConfig` has under the same names."""
+UNLIMITED = 1 << 20
+"""The `max_position_embeddings` of a model for any length. Clients never read more tokens."""
 _LONGEST = 1024
 """The largest number of tokens of a text that both models read for the comparison."""
 
@@ -61,10 +72,13 @@ class HubModel:
     code: str = field(default="", repr=False)
 
 
-def export(run: OpenRun, folder: Path) -> list[str]:
-    """Write a run's model and tokenizer to the empty folder `folder`.
+def export(run: OpenRun, folder: Path, licence: str = "unknown") -> list[str]:
+    """Write a run's model, tokenizer and model card to the empty folder `folder`.
 
     The written files are then loaded, to check that they give the same logits and token ids.
+
+    Args:
+        licence: The hub's name of the model's licence, for the model card.
 
     Returns:
         Lines to print for the user.
@@ -77,6 +91,9 @@ def export(run: OpenRun, folder: Path) -> list[str]:
     hub = _hub_model(run)
     _write(hub, run, folder)
     write_tokenizer(run.tokenizer, folder)
+    longest = _longest(run)
+    card = model_card(run, own_class=bool(hub.code), longest=longest, licence=licence)
+    (folder / "README.md").write_text(card, encoding="utf-8")
     difference = _compare(folder, run, remote_code=bool(hub.code))
     code = f"with its code in {CODE}.py" if hub.code else "without code"
     return [
@@ -108,15 +125,23 @@ def _own_class(run: OpenRun) -> HubModel:
     weights = {name: x for name, x in model.state_dict().items() if not is_theta(name)}
     if model.pos.parameters:
         weights["theta"] = _theta(model)
+    weights = {_NAMES.get(name, f"model.{name}"): x for name, x in weights.items()}
     terms = (term.name for term in model.pos.terms)
-    classes = {"AutoConfig": "KerpleConfig", "AutoModelForCausalLM": OWN_CLASS}
     about = {
         "model_type": "kerple",
         "architectures": [OWN_CLASS],
-        "auto_map": {auto: f"{CODE}.{name}" for auto, name in classes.items()},
+        "auto_map": {auto: f"{CODE}.{name}" for auto, name in _CLASSES.items()},
         **_values(config, model),
     }
     return HubModel(about | _common(run), weights, bundle(terms))
+
+
+def _longest(run: OpenRun) -> int | None:
+    """Return the most tokens that the model reads, or None if its embedding sets no limit."""
+    embedding, pos = run.model.embedding, run.model.pos
+    if (table := embedding.position_embeddings) is not None:
+        return table.num_embeddings - embedding.offset
+    return run.config.model.max_position_embeddings if pos.has("rotary") else None
 
 
 def _theta(model: GPT) -> Tensor:
@@ -145,13 +170,14 @@ def _values(config: Config, model: GPT) -> dict[str, Any]:
     m, shape, block, documents = config.model, model.shape, model.shape.block, model.documents
     inside = block.norm == "rmsnorm" and block.fused_norm
     options = {name: positional_options(m, name) for name in values_of(m.pos_emb)}
+    limited = model.embedding.position_embeddings is not None or model.pos.has("rotary")
     windows = m.sliding_window_width
     return {name: getattr(block, name) for name in _SAME} | {
         "num_hidden_layers": shape.num_layers,
         "num_attention_heads": block.num_heads,
         "num_key_value_heads": block.num_heads // block.group,
         "intermediate_size": block.mlp_size,
-        "max_position_embeddings": shape.max_positions,
+        "max_position_embeddings": shape.max_positions if limited else UNLIMITED,
         "norm": "fused_rmsnorm" if inside else block.norm,
         "pos_emb": layers_of(m.pos_emb, m.num_layers),
         "pos_emb_options": options,

@@ -1,7 +1,7 @@
 """Define the configuration and the layers of an exported model (see `modeling_kerple`).
 
 The weights have the same names as in `megatron.model.GPT`. Norms, activations, heads and attention
-(the backend `eager`) have the same formulas. Dropout is left out.
+have the same formulas. Dropout is left out.
 
 Legend: B texts, T new tokens, S all tokens (cached ones and new ones), D hidden size, H heads, K
 key heads, E head size, G query heads per key head, N columns of theta, V padded vocabulary.
@@ -9,18 +9,24 @@ key heads, E head size, G query heads per key head, N columns of theta, V padded
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
-from transformers import DynamicCache, PretrainedConfig
+from torch.optim.optimizer import register_optimizer_step_post_hook
+from transformers import PretrainedConfig
+from transformers.cache_utils import Cache
+from transformers.modeling_layers import GradientCheckpointingLayer
 
-from megatron.attention.call import Call, lowered
-from megatron.attention.eager import eager
+from megatron.hub.columns import Columns
+from megatron.hub.padded_call import PaddedCall, attend_as, probabilities
 from megatron.model.activations import GATES, activate
 from megatron.model.heads import by_key_heads, divide_heads, normed_heads
 from megatron.model.norm import Norm
 from megatron.positional.base import PositionalEmbedding
+from megatron.positional.theta_bounds import within_bounds
 
 
 class KerpleConfig(PretrainedConfig):
@@ -70,54 +76,97 @@ class KerpleConfig(PretrainedConfig):
             setattr(self, name, value)
 
 
-@dataclass
-class Columns:
-    """Properties of the tokens in a padded batch, which all layers need.
-
-    Column s of the batch holds token s of each text. Padding and cached tokens are counted, too.
-
-    Attributes:
-        cached: The number of cached tokens of each text. They come before the new tokens.
-        positions_BT: The position of each new token.
-        padding_BTS: Whether column s is padding that new token t must not see. A padding token
-            sees itself.
-        starts_BS: The column in which the document of each token starts; None if tokens attend
-            across documents.
-        ended_BT: Whether each new token ends a document; None if tokens attend across documents.
-    """
-
-    cached: int
-    positions_BT: Tensor
-    padding_BTS: Tensor
-    starts_BS: Tensor | None = None
-    ended_BT: Tensor | None = None
-
-
-@dataclass(frozen=True)
-class PaddedCall(Call):
-    """The arguments of attention for texts that may be padded.
-
-    Attributes:
-        padding_BTS: Whether key s is padding that query t must not see.
-    """
-
-    padding_BTS: Tensor = field(kw_only=True)
-
-    def hidden(self, distance_TS: Tensor) -> Tensor:
-        return super().hidden(distance_TS) | self.padding_BTS[:, None]
-
-    def positions(self) -> Tensor:
-        """Return the position of each query in its document, [B, T]. Padding does not count."""
-        positions_BT = super().positions()
-        if self.starts_BS is None:
-            return positions_BT
-        row_T = torch.arange(self.query_offset, self.end, device=positions_BT.device)
-        return positions_BT.minimum(row_T - self.starts_BS[:, self.query_offset : self.end])
-
-
 def norm_of(config: KerpleConfig, dim: int, heads: int = 1) -> Norm:
     """Build a normalisation layer of the kind `config.norm` for vectors of size `dim`."""
     return Norm(config.norm, dim, config.norm_eps, heads)
+
+
+class Theta(nn.Module):
+    """The parameters theta [heads, columns] of the positional embedding, in fp32 at least.
+
+    Training keeps theta within its bounds, after each step of a `torch.optim.Optimizer` and, for
+    other optimizers, at the next pass. A column that all heads share follows its first head.
+    Columns that are not trained get no gradient.
+    """
+
+    def __init__(self, pos: PositionalEmbedding, heads: int):
+        super().__init__()
+        self.pos, self.heads = pos, heads
+        wide = torch.promote_types(torch.get_default_dtype(), torch.float32)
+        self.theta = nn.Parameter(pos.initial_theta(heads).to(wide))
+        _LIVE.add(self)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:  # of a copy
+        super().__setstate__(state)
+        _LIVE.add(self)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Theta:
+        def widely(x: Tensor) -> Tensor:
+            found = fn(x)
+            wide = torch.promote_types(found.dtype, torch.float32)
+            return found.to(wide) if x.is_meta else x.to(found.device, wide)
+
+        return super()._apply(widely, recurse)
+
+    def _save_to_state_dict(self, *arguments: Any) -> None:
+        self.project()
+        super()._save_to_state_dict(*arguments)
+
+    @torch.no_grad()
+    def project(self) -> None:
+        """Clamp theta to its bounds in training, unless an engine stores it elsewhere."""
+        if self.training and self.theta.dim() == 2 and not self.theta.is_meta:
+            self.theta.copy_(within_bounds(self._columns(), self.pos.parameters))
+
+    def _columns(self) -> Tensor:
+        columns = []
+        for own_H, p in zip(self.theta.clone().unbind(1), self.pos.parameters, strict=True):
+            column_H = own_H[:1].expand_as(own_H) if p.shared else own_H
+            columns.append(column_H if p.trained else column_H.detach())
+        return torch.stack(columns, dim=1)
+
+    def forward(self, dtype: torch.dtype) -> Tensor:
+        """Return theta in `dtype`, or in its own dtype if that is wider."""
+        if torch.is_grad_enabled():
+            self.project()
+        theta_HN = self._columns()  # a copy, which the next projection leaves as it is
+        return theta_HN.to(torch.promote_types(theta_HN.dtype, dtype))
+
+
+_LIVE: WeakSet[Theta] = WeakSet()
+
+
+def _project_all(*_: Any) -> None:
+    for theta in _LIVE:
+        theta.project()
+
+
+register_optimizer_step_post_hook(_project_all)
+
+
+class Embedding(nn.Module):
+    """The token embedding, and the position table if the positional embedding is `learned`."""
+
+    def __init__(self, config: KerpleConfig, pos: PositionalEmbedding):
+        super().__init__()
+        self.pos, self.offset = pos, config.position_offset
+        self.word_embeddings = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.position_embeddings: nn.Embedding | None = None
+        if any(term.kind == "input" and term.learnable for term in pos.terms):
+            rows = config.max_position_embeddings
+            self.position_embeddings = nn.Embedding(rows, config.hidden_size)
+
+    def forward(self, x_BTD: Tensor, positions_BT: Tensor) -> Tensor:
+        """Add the vectors of the positions to the vectors of the tokens."""
+        if self.position_embeddings is not None:
+            rows = self.position_embeddings.num_embeddings - self.offset
+            if not torch.compiler.is_compiling() and int(positions_BT.max()) >= rows:
+                raise ValueError(f"the model has vectors for {rows} positions, so no more tokens")
+            return x_BTD + self.position_embeddings(positions_BT + self.offset)
+        if self.pos.has("input"):
+            table_BTD = self.pos.table(positions_BT, x_BTD.shape[-1], x_BTD.dtype)
+            return x_BTD + table_BTD.to(x_BTD.dtype)
+        return x_BTD
 
 
 class Attention(nn.Module):
@@ -126,6 +175,7 @@ class Attention(nn.Module):
     def __init__(self, config: KerpleConfig, index: int, pos: PositionalEmbedding, columns: slice):
         super().__init__()
         hidden, bias = config.hidden_size, config.attention_bias
+        self.config = config
         heads, key_heads = config.num_attention_heads, config.num_key_value_heads
         self.size = config.head_size or hidden // heads
         self.group, inner = heads // key_heads, heads * self.size
@@ -135,6 +185,8 @@ class Attention(nn.Module):
         widths = inner + 2 * key_heads * self.size
         self.query_key_value = nn.Linear(hidden, widths, bias=bias or config.qkv_bias)
         self.joined, by_head = config.qk_norm_kind == "joined", config.qk_norm_kind == "by_head"
+        # transformers reads this; a norm of its own for each query head needs a key for each, too
+        self.num_key_value_groups = 1 if config.qk_norm and by_head else self.group
         self.qk_layernorm = self.query_norm = self.key_norm = None
         if config.qk_norm and by_head:
             self.qk_layernorm = norm_of(config, self.size, heads)
@@ -146,9 +198,9 @@ class Attention(nn.Module):
         self.output_gate = nn.Linear(hidden, inner, bias=bias) if config.output_gate else None
 
     def forward(
-        self, x_BTD: Tensor, theta_HN: Tensor, at: Columns, cache: DynamicCache | None
-    ) -> Tensor:
-        theta_HN = theta_HN[:, self.columns]
+        self, x_BTD: Tensor, theta_HN: Tensor, at: Columns, cache: Cache | None, attentions: bool
+    ) -> tuple[Tensor, Tensor | None]:
+        """Return the output, and the attention probabilities [B, H, T, S] if `attentions`."""
         qkv_BTW = self.query_key_value(x_BTD)
         if self.query_norm is not None and self.key_norm is not None:
             norms = (self.query_norm, self.key_norm)
@@ -166,23 +218,28 @@ class Attention(nn.Module):
         if at.ended_BT is not None:
             ended_BKT1 = at.ended_BT[:, None, :, None].expand(-1, k_BKTE.shape[1], -1, 1)
             numbers.append(ended_BKT1.to(k_BKTE.dtype))
-        k_BKSE = torch.cat(numbers, dim=-1)
+        k_BKSE = torch.cat(numbers, dim=-1) if len(numbers) > 1 else k_BKTE
         if cache is not None:
-            k_BKSE, v_BKSE = cache.update(k_BKSE, v_BKSE, self.index)
+            column = {"cache_position": at.columns_T}  # for transformers 4
+            k_BKSE, v_BKSE = cache.update(k_BKSE, v_BKSE, self.index, column)
+            if at.offset is not None:  # a static cache holds zeros after the new tokens
+                end = at.offset + at.columns_T.shape[0]
+                k_BKSE, v_BKSE = k_BKSE[:, :, :end], v_BKSE[:, :, :end]
         decay_BHS = None
         if self.gate is not None:
             gates_BKSG = k_BKSE[..., self.size : self.size + group]
             decay_BHS = self.pos.decay(gates_BKSG.transpose(2, 3).flatten(1, 2))
         call = PaddedCall(
-            q_BHTE, k_BKSE[..., : self.size], v_BKSE, self.pos, theta_HN,
-            scale=self.size**-0.5, query_offset=at.cached, decay_BHS=decay_BHS, window=self.window,
-            starts_BS=at.starts_BS, positions_BT=at.positions_BT, padding_BTS=at.padding_BTS,
+            q_BHTE, k_BKSE[..., : self.size], v_BKSE, self.pos, theta_HN[:, self.columns],
+            scale=self.size**-0.5, decay_BHS=decay_BHS, window=self.window,
+            positions_BT=at.positions_BT, columns_T=at.columns_T, first_BT=at.first_BT,
+            vectors=at.vectors, query_offset=at.offset or 0,
         )  # fmt: skip
-        out_BHTE = eager(lowered(call, grouped=False))
-        out_BTD = out_BHTE.transpose(1, 2).flatten(2)
+        out_BHTE = attend_as(str(self.config._attn_implementation), self, call, at.offset)
+        out_BTD = out_BHTE.transpose(1, 2).flatten(2).to(x_BTD.dtype)
         if self.output_gate is not None:
             out_BTD = out_BTD * self.output_gate(x_BTD).sigmoid()
-        return self.dense(out_BTD)
+        return self.dense(out_BTD), probabilities(call) if attentions else None
 
 
 class MLP(nn.Module):
@@ -202,7 +259,7 @@ class MLP(nn.Module):
         return self.dense_4h_to_h(x)
 
 
-class Block(nn.Module):
+class Block(GradientCheckpointingLayer):
     """One transformer block, [B, T, D] to [B, T, D]."""
 
     def __init__(self, config: KerpleConfig, index: int, pos: PositionalEmbedding, columns: slice):
@@ -216,17 +273,22 @@ class Block(nn.Module):
         self.post_mlp_layernorm = norm_of(config, hidden) if outputs else None
 
     def forward(
-        self, x_BTD: Tensor, theta_HN: Tensor, at: Columns, cache: DynamicCache | None
-    ) -> Tensor:
+        self,
+        x_BTD: Tensor,
+        theta_HN: Tensor,
+        at: Columns,
+        past_key_values: Cache | None = None,
+        attentions: bool = False,
+    ) -> tuple[Tensor, Tensor | None]:
         second = self.post_attention_layernorm
         normed_BTD = x_BTD if self.input_layernorm is None else self.input_layernorm(x_BTD)
-        attention_BTD = self.attention(normed_BTD, theta_HN, at, cache)
+        y_BTD, probs = self.attention(normed_BTD, theta_HN, at, past_key_values, attentions)
         if self.gpt_j_residual:
             mlp_BTD = self.mlp(normed_BTD if second is None else second(x_BTD))
-            return x_BTD + (attention_BTD + mlp_BTD)
+            return x_BTD + (y_BTD + mlp_BTD), probs
         assert second is not None
         if self.post_mlp_layernorm is not None:
-            x_BTD = x_BTD + second(attention_BTD)
-            return x_BTD + self.post_mlp_layernorm(self.mlp(x_BTD))
-        x_BTD = x_BTD + attention_BTD
-        return x_BTD + self.mlp(second(x_BTD))
+            x_BTD = x_BTD + second(y_BTD)
+            return x_BTD + self.post_mlp_layernorm(self.mlp(x_BTD)), probs
+        x_BTD = x_BTD + y_BTD
+        return x_BTD + self.mlp(second(x_BTD)), probs

@@ -23,6 +23,7 @@ _PICKLES = (".bin", ".pt", ".pth", ".ckpt")
 _FLOATS = {"F64", "F32", "F16", "BF16"}
 # Buffers of older versions, whose values follow from config.json.
 _BUFFERS = re.compile(r".*\.(attn|attention)\.(masked_)?bias|.*\.rotary_emb\.inv_freq")
+_OWN_PREFIX = re.compile(r"^model\.(position_bias\.)?")  # in our class, but not in a checkpoint
 _OUTPUT = ("lm_head.weight", "embed_out.weight")  # GPTNeoX has both names
 
 
@@ -90,6 +91,10 @@ def read_weights(folder: Path, layout: Mapping[str, Parts]) -> dict[str, Tensor]
     # Files of the base class leave out the first part of each name.
     whole = {name.partition(".")[2]: name for name in wanted if name not in _OUTPUT}
     found = {name if name in wanted else whole.get(name, name): x for name, x in found.items()}
+    for name in [*found]:
+        own = _OWN_PREFIX.sub("", name)
+        if name not in wanted and own in wanted:
+            found[own] = found.pop(name)
     if _OUTPUT[1] in wanted and _OUTPUT[0] in found:
         found[_OUTPUT[1]] = found.pop(_OUTPUT[0])
     problems = [f"{name}: missing" for name in wanted if name not in found]

@@ -89,6 +89,7 @@ def test_the_hosted_workflow_runs_the_projects_own_commands(repo_root, targets):
         "all": [".ci/run"],
         "oldest": [".ci/oldest"],
         "processor": [install, "make processor"],
+        "transformers4": [install, ".ci/transformers4"],
     }
     later = [job for name, job in workflow["jobs"].items() if name != "fast"]
     assert all(job["needs"] == "fast" for job in later)

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron.attention.tiled.decay_and_sink import Decay, Sink, softmax
+from megatron.attention.tiled.decay_and_sink import Decay, NullKey, softmax
 from megatron.attention.tiled.row_bias import RowBias
 from megatron.attention.tiled.tiles import QueryTile, block_rows, walk
 from megatron.attention.tiled.toeplitz import DistanceVector, add_diagonal_sums
@@ -75,7 +75,7 @@ class BlockedCall:
         self.bias = DistanceVector(bias_HS, self.rows, -torch.inf)
         self.weight = None if weight_HS is None else DistanceVector(weight_HS, self.rows, 1.0)
         self.decay = None if decay_BHS is None else Decay(decay_BHS, self.dtype)
-        self.sink = None if sink_H is None else Sink(sink_H, self.q_NTE, self.decay)
+        self.sink = None if sink_H is None else NullKey(sink_H, self.q_NTE, self.decay)
         self.row_bias = row_bias
         self.lse_NT: Tensor | None = None
         self.dlse_NT: Tensor | None = None

@@ -83,7 +83,7 @@ class Decay:
         self.grad_NS[tile.items, tile.seen] -= ds_mRn.sum(1)
 
 
-class Sink:
+class NullKey:
     """The sink of one attention call, which adds a null key with the value 0 to each softmax.
 
     `weight_NT` [batch * heads, queries] holds the null key's softmax weight for each query.

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron.attention.backend import first_order
+from megatron.attention.first_order import first_order
 from megatron.attention.tiled import blocked_call, tiles
 from megatron.attention.tiled.toeplitz import DistanceVector, diagonal_sums
 

@@ -1,0 +1,41 @@
+"""Let second derivatives of an attention backend raise an error instead of being silently zero.
+
+Exports contain this file (see `megatron.hub.bundle`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+class _NoSecondDerivative(torch.autograd.Function):
+    """Autograd function that makes second derivatives raise an error instead of being zero.
+
+    `apply(run, *tensors)` returns `run()`, which must be gradients that depend on `tensors`.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, run: Callable[[], tuple], *tensors: Tensor | None) -> tuple:
+        return run()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        raise NotImplementedError(
+            "this attention backend has no second derivative: use attention_backend eager"
+        )
+
+
+def first_order(backward: Callable[..., tuple]) -> Callable[..., tuple]:
+    """Decorate an autograd function's backward pass, so that second derivatives raise an error."""
+
+    # torch's `once_differentiable` raises no error if the output's gradient needs no gradient
+    def marked(ctx: Any, *grads: Tensor | None) -> tuple:
+        if not torch.is_grad_enabled():  # the usual case, without create_graph
+            return backward(ctx, *grads)
+        return _NoSecondDerivative.apply(lambda: backward(ctx, *grads), *grads, *ctx.saved_tensors)
+
+    return marked
