@@ -5,6 +5,7 @@ Example: `python generate.py --load runs/quickstart --prompt "import " --tempera
 
 import argparse
 import io
+import json
 import sys
 from contextlib import redirect_stdout
 from pathlib import Path
@@ -40,14 +41,15 @@ def main() -> int:
         from megatron.generation.sampling import Sampling
 
         options = GenerationOptions(
-            lambda: args.prompt or read_lines(args.prompts),
+            lambda: read_prompts(args.prompts) if args.prompts else args.prompt,
             args.max_new_tokens,
-            Sampling(args.temperature, args.top_k, args.top_p),
+            Sampling(args.temperature, args.top_k, args.top_p, args.min_p, args.repetition_penalty),
             tuple(args.stop),
             args.endless,
             args.seed,
             args.batch_size,
             args.json,
+            args.num_samples,
         )
         generate(
             config,
@@ -63,14 +65,21 @@ def parse_arguments() -> argparse.Namespace:
     parser = config_parser(__doc__, "[default: config.yml of the run]")
     add = parser.add_argument
     add("--load", type=Path, required=True, metavar="RUN", help="run folder")
-    given = parser.add_mutually_exclusive_group(required=True)
-    given.add_argument("--prompt", action="append", metavar="TEXT", help="may be repeated")
-    given.add_argument("--prompts", metavar="FILE", help="one prompt per line; - reads stdin")
+    given = parser.add_mutually_exclusive_group()
+    text = "may be repeated; without a prompt, a new document begins"
+    given.add_argument("--prompt", action="append", metavar="TEXT", help=text)
+    text = "one prompt per line; - reads stdin; FILE.jsonl: an object with `prompt` per line"
+    given.add_argument("--prompts", metavar="FILE", help=text)
+    add("--num-samples", type=number(int, 1), default=1, metavar="N", help="per prompt [1]")
     add("--max-new-tokens", type=number(int, 1), default=128, metavar="N", help="[128]")
     add("--temperature", type=number(float, 0.0), default=1.0, metavar="T", help="0: greedy [1]")
     add("--top-k", type=number(int, 1), metavar="K", help="only the K most likely tokens")
     text = "only the most likely tokens that together have the probability P"
     add("--top-p", type=number(float, 0.0, 1.0), default=1.0, metavar="P", help=text)
+    text = "only tokens that are at least P times as likely as the most likely one"
+    add("--min-p", type=number(float, 0.0, 1.0), default=0.0, metavar="P", help=text)
+    text = "divides positive logits of tokens that the text has, multiplies negative ones [1]"
+    add("--repetition-penalty", type=number(float, 0.01), default=1.0, metavar="R", help=text)
     add("--stop", action="append", default=[], metavar="TEXT", help="end before TEXT; repeatable")
     add("--endless", action="store_true", help="never choose the end-of-document token")
     add("--seed", type=int, default=0, help="of the random numbers [0]")
@@ -80,6 +89,30 @@ def parse_arguments() -> argparse.Namespace:
     if "" in args.stop:
         parser.error("--stop needs a text that is not empty")
     return args
+
+
+def read_prompts(name):
+    """Return the prompts in the file `name`: its lines, or those in the objects of a JSONL file.
+
+    Raises:
+        DataError: A line of a JSONL file is no object with a text `prompt` or `text`.
+    """
+    from megatron.data.errors import DataError
+
+    lines, prompts = read_lines(name), []
+    if not name.endswith(".jsonl"):
+        return lines
+    for place, line in enumerate(lines, 1):
+        try:
+            row = json.loads(line)
+        except ValueError:
+            row = None
+        prompt = row.get("prompt", row.get("text")) if isinstance(row, dict) else None
+        if not isinstance(prompt, str):
+            example = '{"prompt": "first line\\nsecond line"}'
+            raise DataError(f"--prompts {name}:{place}: has no prompt; write {example}")
+        prompts.append(prompt)
+    return prompts
 
 
 def read_lines(name):

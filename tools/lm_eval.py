@@ -61,6 +61,10 @@ def parse_arguments() -> argparse.Namespace:
     text = "the most tokens that the model reads [docs/evaluation.md]"
     add("--max_length", type=int, metavar="N", help=text)
     add("--seed", type=int, default=1234, help="of the examples and of generated texts [1234]")
+    text = "generation options that replace the tasks', e.g. temperature=0.8,do_sample=true"
+    add("--gen_kwargs", metavar="K=V,...", help=text)
+    text = "write each question and answer, too, in FILE.samples.json beside --output_path"
+    add("--log_samples", action="store_true", help=text)
     text = "allow tasks that run the code that the model writes"
     add("--confirm_run_unsafe_code", dest="unsafe_code", action="store_true", help=text)
     add("--output_path", type=Path, metavar="FILE.json", help="write the results there, too")
@@ -75,6 +79,8 @@ def parse_arguments() -> argparse.Namespace:
             parser.error(f"--{name} must be at least {low}, not {value}")
     if args.limit == 0:
         parser.error("--limit must be above 0")
+    if args.log_samples and not args.output_path:
+        parser.error("--log_samples needs --output_path FILE.json")
     if args.output_path and args.output_path.is_dir():
         parser.error(f"--output_path {args.output_path} is a folder; name a file in it")
     if args.output_path and not args.output_path.absolute().parent.is_dir():

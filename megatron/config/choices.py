@@ -170,6 +170,8 @@ Precision = Annotated[str, _choice("fp32 bf16 fp16", aliases=LONG_PRECISIONS)]
 
 DistributedBackend = Annotated[str, _choice("nccl gloo")]
 
+RetrofitInit = Annotated[str, _choice("gentle fit drawn")]
+
 OnBadLoss = Annotated[str, _choice("stop skip roll_back")]
 
 CompileMode = Annotated[

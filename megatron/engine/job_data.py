@@ -87,6 +87,14 @@ class JobData:
         dataset = self._dataset("train", index_samples, consumed + least)
         return None if dataset is None else self._loader(dataset, consumed)
 
+    def first_samples(self, count: int) -> np.ndarray | None:
+        """Return the first `count` training samples, int64 [count, tokens], on every rank.
+
+        Return None if there is no training text.
+        """
+        dataset = self._dataset("train", self.wanted["train"] or count, count)
+        return None if dataset is None else dataset.batch(range(count))
+
     def held_out(self, name: str, *, evaluations_before: int) -> TrainLoader | None:
         """Return this rank's batches for one evaluation during training, or None if there are none.
 

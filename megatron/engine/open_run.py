@@ -97,6 +97,11 @@ def open_run(
     model = GPT(plan)
     run = RunDescription(model=identity_of(config, model.shape, tokenizer))
     notes = load_weights(model, saved, run, groups)
+    if saved.step < config.checkpoint.retrofit_anneal:
+        notes.append(
+            f"step {saved.step} of retrofit_anneal {config.checkpoint.retrofit_anneal}: this model "
+            "still had a part of its old positions in training, and has none of it here"
+        )
     scale_distances(model, config.evaluation.eval_distance_scale)
     dtype = DTYPES[config.training.precision]
     model = model.to(device=groups.device, dtype=dtype).eval()

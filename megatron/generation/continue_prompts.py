@@ -26,7 +26,8 @@ class GenerationOptions:
     """What to generate, and how.
 
     Attributes:
-        read_prompts: A function that returns the prompts. Only rank 0 calls it.
+        read_prompts: A function that returns the prompts, or None for a text without a prompt,
+            which starts after an end-of-document token. Only rank 0 calls it.
         max_new_tokens: The largest number of tokens of a continuation.
         sampling: The settings for choosing tokens.
         stops: The stop sequences. A continuation ends before the first one that occurs in it.
@@ -34,11 +35,12 @@ class GenerationOptions:
             chosen and ends the continuation.
         seed: The seed of the random numbers. Each prompt has its own random generator.
         batch_size: The number of prompts that are continued at the same time.
+        samples: The number of continuations of each prompt. Each has its own random generator.
         as_json: If true, write one JSON object per prompt. If false, write plain text. The text of
             a single prompt is then written while it is generated.
     """
 
-    read_prompts: Callable[[], list[str]]
+    read_prompts: Callable[[], list[str] | None]
     max_new_tokens: int
     sampling: Sampling
     stops: tuple[str, ...] = ()
@@ -46,6 +48,7 @@ class GenerationOptions:
     seed: int = 0
     batch_size: int = 8
     as_json: bool = False
+    samples: int = 1
 
 
 def generate(
@@ -79,7 +82,9 @@ def generate(
         model, tokenizer = run.model, run.tokenizer
         say("\n".join([_origin(run.saved, groups), *run.notes]))
         texts = groups.gather_from_job(options.read_prompts() if groups.is_main else [])[0]
-        prompts = _encoded(texts, tokenizer, model)
+        prompts = [[tokenizer.eod]] if texts is None else _encoded(texts, tokenizer, model)
+        copies = [(n, k) for n in range(len(prompts)) for k in range(options.samples)]
+        prompts, texts = ([of[n] for n, _ in copies] for of in (prompts, texts or [""]))
         # The last token is chosen, but never read.
         longest = max(map(len, prompts)) + options.max_new_tokens - 1
         model.embedding.require_positions(longest)
@@ -97,7 +102,7 @@ def generate(
                 model,
                 [prompts[n] for n in batch],
                 [rows[n] for n in batch],
-                [named_generator(options.seed, f"prompt {n}") for n in batch],
+                [named_generator(options.seed, _stream(*copies[n])) for n in batch],
                 how=options.sampling,
                 max_new_tokens=options.max_new_tokens,
                 banned=_banned(model, tokenizer, options.endless),
@@ -111,6 +116,11 @@ def generate(
 
 def _nothing(text: str) -> None:
     pass
+
+
+def _stream(prompt: int, sample: int) -> str:
+    """Return the name of the random stream of one sample of a prompt."""
+    return f"prompt {prompt}" + (f" sample {sample}" if sample else "")
 
 
 def _origin(saved: Saved, groups: Groups) -> str:

@@ -66,6 +66,7 @@ def continue_texts(
     lengths_B = torch.tensor([len(ids) for ids in prompts])
     padded = [[0] * (int(lengths_B.max()) - len(ids)) + list(ids) for ids in prompts]
     cache = model.new_cache(lengths_B.to(device))
+    ids_of = [list(ids) for ids in prompts]
     *pieces, tokens_BT = torch.tensor(padded, device=device).split(PIECE, 1)
     for piece_BT in pieces:
         model.extend(piece_BT, cache)
@@ -74,7 +75,7 @@ def continue_texts(
         logits_BV[:, banned] = -torch.inf
         tokens_B = torch.zeros(len(texts), dtype=torch.int64)
         if tp.rank == 0:
-            tokens_B = sample(logits_BV, how, generators)
+            tokens_B = sample(logits_BV, how, generators, ids_of)
         tokens_B = tokens_B.to(device)
         if tp.size > 1:
             dist.broadcast(tokens_B, 0, group=tp.group)
@@ -82,8 +83,9 @@ def continue_texts(
             speed.prompt_tokens += int(lengths_B.sum())
             speed.prompt_seconds += time.monotonic() - began
             began = time.monotonic()
-        for text, token in zip(texts, tokens_B.tolist(), strict=True):
+        for text, ids, token in zip(texts, ids_of, tokens_B.tolist(), strict=True):
             text.add(token)
+            ids.append(token)
         if all(text.end for text in texts):
             break
         tokens_BT = tokens_B[:, None]

@@ -4,8 +4,14 @@
 
 `top_k` keeps the k most likely tokens, and their probabilities are rescaled to the sum 1. `top_p`
 then keeps the smallest set of most likely tokens whose probabilities sum to at least `top_p`. Of
-equally likely tokens, the one with the smaller id comes first. Temperature 0 always chooses the
-most likely token.
+equally likely tokens, the one with the smaller id comes first. `min_p` then keeps the tokens that
+are at least `min_p` times as likely as the most likely one. Temperature 0 always chooses the most
+likely token.
+
+Before all this, `repetition_penalty` divides the logits of the text's tokens (its prompt included)
+if they are positive, and multiplies them if they are negative (Keskar et al. 2019, arXiv
+1909.05858). `min_p` (Nguyen et al. 2024, arXiv 2407.01082) and the penalty are those of Hugging
+Face's transformers.
 
 Legend: B texts, V vocabulary.
 """
@@ -29,11 +35,16 @@ class Sampling:
         temperature: The number by which logits are divided, or 0 for the most likely token.
         top_k: The number of most likely tokens to keep, or None for all.
         top_p: The minimum sum of the probabilities of the kept tokens. 1 keeps all tokens.
+        min_p: The least probability of a kept token, as a part of that of the most likely token.
+        repetition_penalty: The penalty of tokens that the text already has, above 0. 1 has no
+            effect.
     """
 
     temperature: float = 1.0
     top_k: int | None = None
     top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
 
 
 def probabilities(logits_BV: Tensor, how: Sampling) -> Tensor:
@@ -42,8 +53,9 @@ def probabilities(logits_BV: Tensor, how: Sampling) -> Tensor:
     The temperature must be above 0.
     """
     scaled_BV = (logits_BV - logits_BV.amax(-1, keepdim=True)).double() / how.temperature
+    unlikely_BV = scaled_BV.exp() < how.min_p
     if how.top_k is None and how.top_p == 1.0:
-        return scaled_BV.softmax(-1)
+        return scaled_BV.masked_fill(unlikely_BV, -torch.inf).softmax(-1)
     sorted_BV, token_BV = scaled_BV.sort(dim=-1, descending=True, stable=True)
     if how.top_k is not None:
         sorted_BV[:, how.top_k :] = -torch.inf
@@ -52,15 +64,36 @@ def probabilities(logits_BV: Tensor, how: Sampling) -> Tensor:
     beyond_BV[:, 0] = False
     probs_BV = probs_BV.masked_fill(beyond_BV, 0.0)
     probs_BV = torch.zeros_like(probs_BV).scatter(1, token_BV, probs_BV)
+    probs_BV = probs_BV.masked_fill(unlikely_BV, 0.0)
     return probs_BV / probs_BV.sum(-1, keepdim=True)
 
 
-def sample(logits_BV: Tensor, how: Sampling, generators: Sequence[torch.Generator]) -> Tensor:
+def penalised(logits_BV: Tensor, texts: Sequence[Sequence[int]], penalty: float) -> Tensor:
+    """Return the logits after the repetition penalty.
+
+    Args:
+        texts: The token ids of each text so far.
+    """
+    result_BV = logits_BV.clone()
+    for row_V, ids in zip(result_BV, texts, strict=True):
+        seen = torch.tensor(ids, device=row_V.device).unique()
+        values = row_V[seen]
+        row_V[seen] = torch.where(values < 0, values * penalty, values / penalty)
+    return result_BV
+
+
+def sample(
+    logits_BV: Tensor,
+    how: Sampling,
+    generators: Sequence[torch.Generator],
+    texts: Sequence[Sequence[int]] = (),
+) -> Tensor:
     """Choose the next token of each text, and return its id, int64 [batch], on the CPU.
 
     Args:
         generators: One CPU random generator for each text, so that the draws for one text do not
             depend on the other texts of the batch.
+        texts: The token ids of each text so far, which the repetition penalty reads.
 
     Raises:
         DivergedError: A logit is infinite or not a number.
@@ -68,6 +101,8 @@ def sample(logits_BV: Tensor, how: Sampling, generators: Sequence[torch.Generato
     logits_BV = logits_BV.to("cpu", torch.float64)
     if not logits_BV.amax(-1).isfinite().all():
         raise DivergedError("the model's logits are not finite; -o precision=fp32 may help")
+    if how.repetition_penalty != 1.0:
+        logits_BV = penalised(logits_BV, texts, how.repetition_penalty)
     if how.temperature == 0.0:
         return logits_BV.argmax(-1)
     rows = zip(probabilities(logits_BV, how), generators, strict=True)

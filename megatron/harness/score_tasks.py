@@ -36,6 +36,8 @@ class ScoringOptions:
             `longest_context`.
         seed: The seed of the few-shot examples and of generated texts.
         unsafe_code: Whether tasks may run the code that the model writes.
+        gen_kwargs: Generation options `name=value,...` that replace those of the tasks, or None.
+        log_samples: Whether to write each question and the model's answer.
     """
 
     tasks: tuple[str, ...]
@@ -46,6 +48,8 @@ class ScoringOptions:
     max_length: int | None = None
     seed: int = 1234
     unsafe_code: bool = False
+    gen_kwargs: str | None = None
+    log_samples: bool = False
 
 
 def score(
@@ -62,7 +66,8 @@ def score(
 
     Args:
         config: The configuration. Its degree of tensor parallelism must be the number of processes.
-        write: The JSON file for the results, or None.
+        write: The JSON file for the results, or None. With `log_samples`, a second file, whose name
+            ends in `.samples.json`, gets the questions and answers of each task.
         show: A function that prints a table. Only rank 0 calls it.
 
     Raises:
@@ -91,15 +96,19 @@ def score(
             batch_size=options.batch_size,
             fewshot_random_seed=options.seed,
             confirm_run_unsafe_code=options.unsafe_code,
-            log_samples=False,
+            gen_kwargs=options.gen_kwargs,
+            log_samples=options.log_samples,
         )
         if groups.is_main:
             for column in [each for each in ("results", "groups") if each in results]:
                 show(make_table(results, column))
-            if write:
-                text = json.dumps(results, indent=2, default=handle_non_serializable)
-                write_text(write, text + "\n")
-                print(f"written to {write}")
+            samples = results.pop("samples", None)
+            files = {write: results, write.with_suffix(".samples.json"): samples} if write else {}
+            for path, content in files.items():
+                if content is not None:
+                    text = json.dumps(content, indent=2, default=handle_non_serializable)
+                    write_text(path, text + "\n")
+                    print(f"written to {path}")
 
 
 class _Tasks(TaskManager):

@@ -44,6 +44,7 @@ from megatron.parallel.groups import ALONE
 from megatron.parallel.layers import ColumnLinear, HiddenDropout, RowLinear
 from megatron.parallel.rng import rank_dropout
 from megatron.parallel.sharding import mark_fused
+from megatron.positional import PositionalEmbedding
 
 
 class SelfAttention(nn.Module):
@@ -66,6 +67,7 @@ class SelfAttention(nn.Module):
         self.pos, self.attend, self.window = layer.pos, layer.attend, layer.window
         self.columns, self.tp, self.cp = layer.columns, plan.tp, plan.cp
         self.documents = plan.documents
+        self.fading: PositionalEmbedding | None = None  # a rotary embedding that training removes
         self.shape = shape = plan.shape.block
         hidden, tp = shape.hidden_size, plan.tp
         bias, E = shape.attention_bias, shape.head_size
@@ -95,7 +97,7 @@ class SelfAttention(nn.Module):
         cache: LayerCache | None = None,
     ) -> torch.Tensor:
         s = self.shape
-        q_BHTE, k_BHTE, v_BHTE = self._queries_keys_values(x_BTD)
+        q_BHTE, k_BHTE, v_BHTE = self.queries_keys_values(x_BTD)
         if theta_HN is not None:
             theta_HN = theta_HN[:, self.columns].chunk(self.cp.size)[self.cp.rank]
         positions_BT = None
@@ -104,7 +106,7 @@ class SelfAttention(nn.Module):
             starts_BS = None if self.documents.end is None else starts_BS
         if cache is not None:
             positions_BT = cache.positions(x_BTD.shape[1])
-        q_BHTE, k_BHTE = self.pos.rotate(
+        q_BHTE, k_BHTE = (self.fading or self.pos).rotate(
             q_BHTE,
             k_BHTE,
             positions_BT=positions_BT,
@@ -137,7 +139,7 @@ class SelfAttention(nn.Module):
             out_BTD = out_BTD * self.output_gate(x_BTD).sigmoid()
         return self.dense(out_BTD, partial)
 
-    def _queries_keys_values(self, x_BTD: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def queries_keys_values(self, x_BTD: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Return q [B, H, T, E], k and v [B, K, T, E] for all positions and this rank's heads.
 
         B is the batch size, H the number of query heads, K the number of key heads, T the number of

@@ -45,7 +45,7 @@ class Fire(PositionalEmbedding):
         lows = (0.001, *[-torch.inf] * 2 * width)
         shared = [ThetaParameter("c", low=0.001, shared=True)]
         shared += [ThetaParameter(*each, shared=True) for each in zip(names, lows, strict=True)]
-        self.parameters = (*shared, *(ThetaParameter(f"v{k}") for k in range(width)))
+        self.parameters = (*shared, *(ThetaParameter(f"v{k}", gentle=0.0) for k in range(width)))
 
     def initial_theta(self, num_heads: int, generator: torch.Generator | None = None) -> Tensor:
         shared = torch.cat(

@@ -20,7 +20,10 @@ class KerpleLog(PositionalEmbedding):
     """
 
     kind = "distance"
-    parameters = (ThetaParameter("bias_p", low=0.01, scale=2.0), factor("bias_a"))
+    parameters = (
+        ThetaParameter("bias_p", low=0.01, scale=2.0, gentle=0.5),
+        factor("bias_a", gentle=0.05),
+    )
 
     def bias(self, theta_HN: Tensor, d: Tensor) -> Tensor:
         d, p, a = self.columns(theta_HN, d)

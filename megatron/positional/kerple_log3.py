@@ -22,7 +22,11 @@ class KerpleLog3(PositionalEmbedding):
     """
 
     kind = "distance"
-    parameters = (ThetaParameter("bias_p", low=0.01, scale=2.0), factor("bias_a"), power("bias_r"))
+    parameters = (
+        ThetaParameter("bias_p", low=0.01, scale=2.0, gentle=0.5),
+        factor("bias_a", gentle=0.05),
+        power("bias_r", gentle=1.0),
+    )
 
     def bias(self, theta_HN: Tensor, d: Tensor) -> Tensor:
         d, p, a, r = self.columns(theta_HN, d)

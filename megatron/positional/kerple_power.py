@@ -21,7 +21,7 @@ class KerplePower(PositionalEmbedding):
     """
 
     kind = "distance"
-    parameters = (power("bias_p"), factor("bias_a"))
+    parameters = (power("bias_p", gentle=0.5), factor("bias_a", gentle=0.1))
 
     def bias(self, theta_HN: Tensor, d: Tensor) -> Tensor:
         d, p, a = self.columns(theta_HN, d)

@@ -50,7 +50,9 @@ class Rpe(PositionalEmbedding):
                 f"not {num_buckets} and {max_distance}"
             )
         self.num_buckets, self.max_distance, self.scale = num_buckets, max_distance, scale
-        self.parameters = tuple(ThetaParameter(f"bucket_{i}") for i in range(num_buckets))
+        self.parameters = tuple(
+            ThetaParameter(f"bucket_{i}", gentle=0.0) for i in range(num_buckets)
+        )
 
     def scaled(self, distance_scale: float) -> PositionalEmbedding:
         raise PositionalError("rpe's buckets hold whole distances, which cannot be scaled")

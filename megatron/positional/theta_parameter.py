@@ -18,6 +18,8 @@ class ThetaParameter:
         scale: Initial values are drawn as `scale * U(0, 1)` and clamped to the bounds.
         trained: Whether training changes the column.
         shared: Whether all heads have the same number. The model then stores and logs it once.
+        gentle: The start value in a model that was trained without this column. It changes the
+            model little, and training moves it at once. None: the start value of a new model.
     """
 
     name: str
@@ -26,13 +28,14 @@ class ThetaParameter:
     scale: float = 1.0
     trained: bool = True
     shared: bool = False
+    gentle: float | None = None
 
 
-def factor(name: str) -> ThetaParameter:
+def factor(name: str, gentle: float | None = None) -> ThetaParameter:
     """Return a column of theta: a coefficient >= 0.01 with initial values from U(0, 1)."""
-    return ThetaParameter(name, low=0.01)
+    return ThetaParameter(name, low=0.01, gentle=gentle)
 
 
-def power(name: str) -> ThetaParameter:
+def power(name: str, gentle: float | None = None) -> ThetaParameter:
     """Return a learned exponent in [0.01, 2], drawn uniformly from [0, 2] at the start."""
-    return ThetaParameter(name, low=0.01, high=2.0, scale=2.0)
+    return ThetaParameter(name, low=0.01, high=2.0, scale=2.0, gentle=gentle)

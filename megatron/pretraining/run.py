@@ -48,8 +48,10 @@ from megatron.files import existing, why_unwritable, write_text
 from megatron.model.embedding import scale_distances
 from megatron.parallel.groups import Groups
 from megatron.parallel.rng import derived_seed
+from megatron.pretraining.fading import Fading
 from megatron.pretraining.first_lines import first_lines
 from megatron.pretraining.provenance import record_start
+from megatron.pretraining.retrofit import retrofit_of
 from megatron.pretraining.saving import Saving, said_what_is_saved
 from megatron.pretraining.validation import Validation, is_owed
 from megatron.run_folder import RunFolder
@@ -141,7 +143,11 @@ class Job:
         config, groups, samples = self.config, self.groups, self.data.wanted["train"]
         self.start = choose_start(config, groups, samples, allow_fallback=allow_fallback)
         self.description = replace(self.description, lineage=self.start.lineage)
-        self.start.load_weights(self.model, self.description, groups)
+        retrofit = retrofit_of(config, self.start, self.model.pos)
+        change = retrofit.change if retrofit else None
+        self.start.load_weights(self.model, self.description, groups, change)
+        if retrofit:
+            self.start.text += "\n" + retrofit.measure(self.model, self.data, groups)
         self.engine, self.schedule = job_engine(config, self.model, groups)
         self.theta = TrainedTheta(self.engine, self.model.theta_parts, self.model.pos, groups)
         self.progress = self.start.finish(self.engine, self.schedule, groups, self.description)
@@ -211,6 +217,8 @@ class Job:
             StepLog(c, engine, groups, self.theta, speed, log),
             Validation(partial(self._validate, log), log),
         ]
+        if steps := c.checkpoint.retrofit_anneal:
+            hooks.append(Fading(self.model, steps))
         saving = Saving(saver, start, loader, hooks[:])
         hooks += [saving, StepProfiler(c.logging, self.run_dir, log)]
         loop = TrainingLoop(

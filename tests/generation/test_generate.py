@@ -188,8 +188,34 @@ def test_both_ranks_share_the_model_and_rank_0_writes(run, call, tmp_path):
         job["MASTER_PORT"] = str(free_port())
 
 
+def test_several_samples_of_prompts_from_a_jsonl_file(run, call, tmp_path):
+    """The first sample of a prompt is the text that it has without the option."""
+    path, prompts = tmp_path / "prompts.jsonl", ["import os\nimport sys\n", "é"]
+    rows = [{"prompt": prompts[0]}, {"text": prompts[1], "number": 2}]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    some = ("--load", run, "--prompts", path, "--max-new-tokens", 12, "--json")
+    one, three = (
+        [json.loads(line) for line in call(*some, "--num-samples", count)[0].splitlines()]
+        for count in (1, 3)
+    )
+    assert [row["prompt"] for row in one] == prompts
+    assert [row["prompt"] for row in three] == [prompts[0]] * 3 + [prompts[1]] * 3
+    assert three[::3] == one and len({row["text"] for row in three}) == 6
+
+
+def test_a_text_without_a_prompt_follows_the_end_of_a_document(run, call):
+    out, err = call("--load", run, "--max-new-tokens", 12, *GREEDY)
+    assert "1 prompt tokens" in err
+    model = open_run(run).model
+    ids = torch.tensor([[BYTES.eod, *out[:-1].encode()]])
+    with torch.no_grad():
+        best = model(ids)[0, :, : BYTES.vocab_size].argmax(-1)
+    assert len(ids[0]) == 13 and torch.equal(best[:-1], ids[0, 1:])
+
+
 def test_mistakes(run, call, tmp_path, monkeypatch):
-    prompt = ("--prompt", "a")
+    prompt, bad = ("--prompt", "a"), tmp_path / "bad.jsonl"
+    bad.write_text('{"prompt": "a"}\n["a"]\n')
     for args, code, message in [
         (("--load", tmp_path / "no", *prompt), 1, "no: there is no such folder"),
         (("--load", tmp_path, *prompt), 1, "has no config.yml; name the config files: generate.py"),
@@ -197,7 +223,8 @@ def test_mistakes(run, call, tmp_path, monkeypatch):
         (("--load", run, "--prompt", ""), 1, "prompt 1 is empty"),
         (("--load", run, *prompt, "--prompt", "\udce9"), 1, "half of a surrogate pair"),
         (("--load", run, "--prompts", tmp_path / "none"), 1, "none"),
-        (("--load", run), 2, "one of the arguments --prompt --prompts is required"),
+        (("--load", run, "--prompts", bad), 1, "bad.jsonl:2: has no prompt; write {"),
+        (("--load", run, "--repetition-penalty", 0), 2, "repetition-penalty"),
         (("--load", run, *prompt, "--stop", ""), 2, "--stop needs a text that is not empty"),
         (("--load", run, *prompt, "--max-new-tokens", 0), 2, "0 is not in [1, inf]"),
         (("--load", run, *prompt, "--temperature", "nan"), 2, "nan is not in [0.0, inf]"),

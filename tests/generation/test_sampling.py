@@ -6,9 +6,17 @@ import math
 
 import pytest
 import torch
+from transformers import (
+    LogitsProcessorList,
+    MinPLogitsWarper,
+    RepetitionPenaltyLogitsProcessor,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
 
 from megatron.engine.errors import DivergedError
-from megatron.generation.sampling import Sampling, probabilities, sample
+from megatron.generation.sampling import Sampling, penalised, probabilities, sample
 from megatron.parallel.rng import named_generator
 
 LOGITS = [1.5, -0.2, 3.0, 3.0, 0.7, -4.0, 2.9, -math.inf]
@@ -70,3 +78,23 @@ def test_logits_that_are_not_finite_are_an_error(bad, temperature):
     logits = torch.tensor([[0.0, 1.0], [bad, 0.0]], dtype=torch.float16)
     with pytest.raises(DivergedError, match="not finite; -o precision=fp32"):
         sample(logits, Sampling(temperature), [torch.Generator()] * 2)
+
+
+@pytest.mark.parametrize("penalty", [1.0, 1.3, 0.7])
+@pytest.mark.parametrize(("min_p", "top_k", "top_p"), [(0.2, None, 1.0), (0.05, 20, 0.8)])
+def test_penalty_and_min_p_are_those_of_transformers(penalty, min_p, top_k, top_p):
+    logits = 2 * torch.randn(5, 40, dtype=torch.float64, generator=torch.Generator().manual_seed(4))
+    texts = torch.randint(40, (5, 30), generator=torch.Generator().manual_seed(5))
+    theirs = LogitsProcessorList([RepetitionPenaltyLogitsProcessor(penalty)])
+    theirs.append(TemperatureLogitsWarper(1.5))
+    if top_k:
+        theirs.extend([TopKLogitsWarper(top_k), TopPLogitsWarper(top_p)])
+    theirs.append(MinPLogitsWarper(min_p))
+    wanted = theirs(texts, logits.clone()).softmax(-1)
+    how = Sampling(1.5, top_k, top_p, min_p, penalty)
+    found = probabilities(penalised(logits, texts.tolist(), penalty), how)
+    torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-15)
+    assert 1 < (wanted[0] > 0).sum() < 40
+    greedy = Sampling(0.0, repetition_penalty=penalty)
+    best = RepetitionPenaltyLogitsProcessor(penalty)(texts, logits.clone()).argmax(-1)
+    assert torch.equal(sample(logits, greedy, (), texts.tolist()), best)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 import sys
 
 import pytest
@@ -29,6 +30,7 @@ def test_mistakes(run, call, tmp_path):
         ((run, "--tasks", "a", "--batch_size", 0), 2, "--batch_size must be at least 1, not 0"),
         ((run, "--tasks", "a", "--limit", "nan"), 2, "--limit must be at least 0, not nan"),
         ((run, "--tasks", "a", "--limit", 0), 2, "--limit must be above 0"),
+        ((run, "--tasks", "a", "--log_samples"), 2, "--log_samples needs --output_path FILE.json"),
         ((run, "--tasks", " ,"), 1, "no task is named; give e.g. lambada_openai"),
         ((run, "--tasks", "a", "--output_path", run), 2, "run is a folder; name a file in it"),
         ((run, "--tasks", "a", "--output_path", "no/x.json"), 2, "there is no such folder"),
@@ -38,6 +40,16 @@ def test_mistakes(run, call, tmp_path):
     ]:
         _, err = call(tool, *args, code=code)
         assert message in err and "Traceback" not in err
+
+
+def test_questions_and_answers_are_written_and_options_replaced(run, call, tmp_path):
+    out = tmp_path / "scores.json"
+    some = (run, "--tasks", "local_continuation", "--include_path", TASKS, "--output_path", out)
+    call(tool, *some, "--log_samples", "--gen_kwargs", "max_gen_toks=3,until=~")
+    rows = json.loads((tmp_path / "scores.samples.json").read_text())["local_continuation"]
+    assert len(rows) == 3 and all(len(row["resps"][0][0].encode()) <= 3 for row in rows)
+    found = json.loads(out.read_text())
+    assert "samples" not in found and found["config"]["gen_kwargs"]["max_gen_toks"] == 3
 
 
 def test_mistakes_in_evaluate(run, call, tmp_path):

@@ -5,6 +5,20 @@ from __future__ import annotations
 from megatron.config.rules.relation import Found, relation
 
 
+@relation("finetune", "retrofit_init", "retrofit_anneal")
+def _retrofit(finetune: bool, init: str, anneal: int) -> Found | None:
+    if not finetune and (init != "gentle" or anneal):
+        key = "retrofit_anneal" if anneal else "retrofit_init"
+        return key, "changes positions of loaded weights, which needs finetune: true; write it too"
+
+
+@relation("retrofit_anneal", "torch_compile")
+def _fading(anneal: int, compiles: bool) -> Found | None:
+    if anneal and compiles:
+        text = f"{anneal} with torch_compile: each step has other angles and would compile again"
+        return "retrofit_anneal", f"{text}; write torch_compile: false"
+
+
 @relation("finetune", "save", "load")
 def _finetune(finetune: bool, save: str, load: str) -> Found | None:
     if finetune and save.rstrip("/") == load.rstrip("/"):

@@ -6,8 +6,9 @@ from typing import Annotated
 
 from pydantic import BeforeValidator, Field
 
-from megatron.config.choices import DistributedBackend, Precision
+from megatron.config.choices import DistributedBackend, Precision, RetrofitInit
 from megatron.config.fields import (
+    Count,
     Degree,
     Flag,
     Frozen,
@@ -58,3 +59,7 @@ class CheckpointConfig(Section):
     extra_save_iters: Steps = ()  # further steps at which to save
     async_save: Flag = False  # not in GPT-NeoX: copy the state, and write it beside training
     finetune: Flag = False  # start at step 0 from the weights of `load`
+    # not in GPT-NeoX: how theta of a new pos_emb starts with finetune; fit: as the old one acted
+    retrofit_init: RetrofitInit = "gentle"
+    # not in GPT-NeoX: steps over which the angles of a dropped rotary embedding shrink to 0
+    retrofit_anneal: Count = 0

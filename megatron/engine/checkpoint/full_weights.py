@@ -124,7 +124,10 @@ def full_shapes(model: nn.Module, groups: Groups | None) -> dict[str, torch.Size
 def fill(model: nn.Module, weights: Mapping[str, Tensor]) -> None:
     """Copy this tensor-parallel rank's slice of each unsharded weight into `model`.
 
+    Parameters that `weights` lacks keep their values.
+
     Call this function before a DeepSpeed engine is built from `model`.
     """
     for name, param in model.named_parameters():
-        param.copy_(local_slice(param, weights[name]))
+        if name in weights:
+            param.copy_(local_slice(param, weights[name]))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import torch
 from torch import Tensor
 
 from megatron.engine.checkpoint.full_weights import Weights, fill, full_shapes
@@ -13,9 +14,10 @@ from megatron.engine.errors import CheckpointError
 from megatron.engine.neox import read as neox
 from megatron.engine.neox.buffers import wrong_buffers
 from megatron.engine.neox.layout import theta_names
-from megatron.model.theta import SHARED_THETA, THETA
+from megatron.model.changed_positions import ChangedPositions, of_positions
+from megatron.model.theta import SHARED_THETA, THETA, columns_of, is_theta
 from megatron.parallel.groups import Groups
-from megatron.positional import within_bounds
+from megatron.positional import PositionalEmbedding, within_bounds
 from megatron.run_folder import RunFolder
 
 if TYPE_CHECKING:
@@ -25,7 +27,11 @@ WORDS = "embedding.word_embeddings.weight"
 
 
 def load_weights(
-    model: Model, saved: Saved, run: RunDescription | None = None, groups: Groups | None = None
+    model: Model,
+    saved: Saved,
+    run: RunDescription | None = None,
+    groups: Groups | None = None,
+    change: ChangedPositions | None = None,
 ) -> list[str]:
     """Copy the weights of the checkpoint `saved` into `model`.
 
@@ -38,6 +44,8 @@ def load_weights(
             than `run.model`. None skips this comparison.
         groups: The job's process groups. They are required if the model is sharded, and every rank
             must then call this function.
+        change: The change of positional embeddings, if `model` has others than the checkpoint.
+            Weights of embeddings that the model lacks are then left out.
 
     Returns:
         Lines to print for the user.
@@ -49,27 +57,75 @@ def load_weights(
     block = model.shape.block
     described = saved.kind is Kind.IMPORTED and bool(saved.record.model)  # from transformers
     if run is not None and (described or saved.kind is Kind.OURS):
-        saved.require_same(run, "model", free=("rope_scaling",))  # the weights fit any scaling
+        saved.require_same(run, "model", free=_free(change))
     weights, buffers, kernel, unreadable, notes = _read(saved, block.gpt_j_residual)
     shapes = {name: tuple(shape) for name, shape in full_shapes(model, groups).items()}
     problems = unreadable + _merged_for_another_residual(saved, block.gpt_j_residual)
-    problems += wrong_buffers(block, model.pos, buffers)
-    trained = (p.name.rpartition(".")[2] for p in model.pos.trained_parameters)
-    names = theta_names(model.pos) or tuple(trained)  # those of a combination have prefixes
+    old = change.old if change else model.pos
+    problems += wrong_buffers(block, old, buffers)
+    trained = (p.name.rpartition(".")[2] for p in old.trained_parameters)
+    names = theta_names(old) or tuple(trained)  # those of a combination have prefixes
     if kernel and names and kernel != names:
         problems.append(
-            f"{THETA}: {', '.join(kernel)} in the checkpoint, but pos_emb {model.pos.name} has "
+            f"{THETA}: {', '.join(kernel)} in the checkpoint, but pos_emb {old.name} has "
             f"{', '.join(names)}"
         )
+    replaced: Weights = {}
+    if change:
+        shapes, replaced = _without_replaced(shapes, weights, change)
     problems += _differences(weights, shapes)
     if not unreadable:  # if files were unreadable, their weights are missing anyway
         missing = shapes.keys() - weights.keys()
         problems += [f"{name}: missing in the checkpoint" for name in missing]
     if problems:
         raise CheckpointError(_text_of_problems(saved, problems, weights, shapes))
-    notes += _project_theta(model, weights)
+    dtype = next(model.parameters()).dtype
+    notes += _project_theta(old, dtype, replaced if change else weights)
     fill(model, weights)
+    if change:
+        notes = [*change.lines(), *notes]
+        change.fill(dict(model.named_parameters()), weights | replaced)
     return notes
+
+
+def _free(change: ChangedPositions | None) -> tuple[str, ...]:
+    """Return the entries of `RunDescription.model` in which checkpoint and model may differ."""
+    free = ("rope_scaling",)  # the weights fit any scaling
+    if change is None:
+        return free
+    old, new = change.old, change.new
+    free += ("pos_emb", "pos_emb_options", "theta_per_layer")
+    if not (old.has("rotary") and new.has("rotary")):  # otherwise both models use these values
+        free += ("rotary_pct", "rotary_base")
+    if not (old.has("input") and new.has("input")):
+        free += ("max_positions", "position_offset")
+    return free
+
+
+def _without_replaced(
+    shapes: dict[str, tuple[int, ...]], weights: Weights, change: ChangedPositions
+) -> tuple[dict[str, tuple[int, ...]], Weights]:
+    """Remove from `weights` the weights of positions that are not copied whole.
+
+    Returns:
+        The shapes of the model's parameters without those that are not in the checkpoint or not
+        copied whole, and the removed weights.
+    """
+    partly = {
+        name
+        for name in shapes.keys() | weights.keys()
+        if is_theta(name) or (of_positions(name) and not (name in shapes and name in weights))
+    }
+    replaced = {name: weights.pop(name) for name in partly & weights.keys()}
+    columns = [len(columns_of(change.old, trained=True, shared=x)) for x in (False, True)]
+    for name, count in zip((THETA, SHARED_THETA), columns, strict=True):
+        stored = replaced[name].shape[1] if name in replaced else 0
+        if stored != count:
+            raise CheckpointError(
+                f"{name}: {stored} columns in the checkpoint, but its pos_emb {change.old.name} "
+                f"has {count}"
+            )
+    return {name: shape for name, shape in shapes.items() if name not in partly}, replaced
 
 
 def _read(
@@ -144,17 +200,18 @@ def _text_of_problems(
     )
 
 
-def _project_theta(model: Model, weights: Weights) -> list[str]:
+def _project_theta(pos: PositionalEmbedding, dtype: torch.dtype, weights: Weights) -> list[str]:
     """Clamp theta in `weights` to its bounds; return a line for the user if values changed.
 
-    Theta contains the learned parameters of the positional embedding.
+    Theta contains the learned parameters of the positional embedding `pos`. The clamped values have
+    the type `dtype`.
     """
     # Checkpoints of the released KERPLE code may hold values beyond the bounds.
     moved = count = 0
     for name, shared in ((THETA, False), (SHARED_THETA, True)):
         if name in weights:
-            columns = [p for p in model.pos.trained_parameters if p.shared == shared]
-            theta_HN = weights[name].to(next(model.parameters()).dtype)
+            columns = [p for p in pos.trained_parameters if p.shared == shared]
+            theta_HN = weights[name].to(dtype)
             bounded_HN = weights[name] = within_bounds(theta_HN, columns)
             moved += int((bounded_HN != theta_HN).sum())
             count += theta_HN.numel()

@@ -28,6 +28,7 @@ from megatron.run_folder import RunFolder
 
 if TYPE_CHECKING:
     from megatron.engine.local_model import Model
+    from megatron.model.changed_positions import ChangedPositions
 
 
 @dataclass
@@ -58,10 +59,20 @@ class Start:
     def lineage(self) -> str:
         return self.saved.record.lineage if self.saved and self.resumes else uuid.uuid4().hex
 
-    def load_weights(self, model: Model, run: RunDescription, groups: Groups) -> None:
-        """Load the weights of `saved` into the model, unless `finish` will load them later."""
+    def load_weights(
+        self,
+        model: Model,
+        run: RunDescription,
+        groups: Groups,
+        change: ChangedPositions | None = None,
+    ) -> None:
+        """Load the weights of `saved` into the model, unless `finish` will load them later.
+
+        Args:
+            change: The change of positional embeddings, if the model has others than `saved`.
+        """
         if self.saved is not None and not self.resumes:
-            notes = load_weights(model, self.saved, run, groups)
+            notes = load_weights(model, self.saved, run, groups, change)
             self.text = "\n".join([self.text, *notes])
 
     def finish(
