@@ -208,8 +208,7 @@ def choose(
 
 def few_rows(itemsize: int, head_size: int) -> Tile:
     """Return the tile of `decode_pass` and `merge_pass`: keys or values of a tile have 8 kB."""
-    N = 16 if INTERPRETED else max(16, min(64, 8192 // (itemsize * padded(head_size))))
-    return Tile(16, N, 2, 3)
+    return Tile(16, max(16, min(64, 8192 // (itemsize * padded(head_size)))), 2, 3)
 
 
 @lru_cache

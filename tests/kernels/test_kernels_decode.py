@@ -54,7 +54,8 @@ def test_few_queries_in_parts(kind, group, queries):
         wide = [None if x is None else x.double() for x in (*inputs, theta)]
         exact = attend(*wide[:3], pos, wide[3], backend="eager", **options)
     assert launch.LAUNCHES == DECODES
-    assert max(error(x, y) for x, y in zip(got, exact, strict=True)) <= 2e-6
+    allowed = 1e-5 if pos.has("rotary") else 2e-6  # fp32 angles
+    assert max(error(x, y) for x, y in zip(got, exact, strict=True)) <= allowed
 
 
 @pytest.mark.parametrize(
