@@ -189,7 +189,8 @@ def padded(head_size: int) -> int:
 def family(capability: tuple[int, int]) -> int:
     """Return the key of `TABLE` for a GPU of this compute capability.
 
-    The GPUs of one family allow about the same amount of shared memory per program.
+    The GPUs of one family allow about the same amount of shared memory per program, and compute
+    matrix products in the same way.
     """
     if capability[0] in (9, 10):
         return 10 * capability[0]
@@ -207,8 +208,7 @@ def choose(
 
 def few_rows(itemsize: int, head_size: int) -> Tile:
     """Return the tile of `decode_pass` and `merge_pass`: keys or values of a tile have 8 kB."""
-    N = 16 if INTERPRETED else max(16, min(64, 8192 // (itemsize * padded(head_size))))
-    return Tile(16, N, 2, 3)
+    return Tile(16, max(16, min(64, 8192 // (itemsize * padded(head_size)))), 2, 3)
 
 
 @lru_cache
@@ -229,7 +229,7 @@ def look_up(family: int, itemsize: int, size: int, needs: Needs) -> TileSizes:
     found = rows.get((itemsize, listed, heavy or dropout)) or rows[itemsize, listed, False]
     if itemsize != 2:
         return found
-    near = min(family, 90)  # no tiles have been chosen for Blackwell with dropout or terms
+    near = min(family, 90)  # Blackwell has those of Hopper
     special = TERMS.get((near, listed, heavy or dropout), {}) if terms else {}
     for tiles, needed in (
         (DROPOUT, dropout),
