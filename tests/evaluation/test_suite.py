@@ -138,7 +138,7 @@ def test_on_a_model_with_induction_it_finds_the_induction(induction):
     found, lines = induction
     assert found["receptive_field"].answer >= 64 and "harms" not in "".join(lines)
     rows = {row.at["distance"]: row for row in found["induction"].rows}
-    assert rows[8].estimate.low > 1.0 and rows[8].also["second_minus_first"] < -1.0
+    assert rows[8].estimate.low > 1.0
     assert "predicted better" in found["induction"].says
     assert found["copy"].rows[0].estimate.low > 0.05 and "helps in" in found["copy"].says
     (swap,) = found["far_swap"].rows
