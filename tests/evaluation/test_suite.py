@@ -117,7 +117,7 @@ def induction():
 def test_on_an_untrained_model_no_context_is_used():
     pos = PerLayer([load("kerple_log")] * 2, own_theta=False)
     found, lines = measured(gpt(pos, 2))
-    assert lines[0].startswith("No context is used")
+    assert lines[0].startswith("No use of context beyond the last token is seen")
     assert not any("harms" in line for line in lines)
     for name in ("induction", "copy", "passkey"):
         assert all(abs(row.estimate.value) < 0.05 for row in found[name].rows)

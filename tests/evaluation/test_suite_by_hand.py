@@ -120,7 +120,10 @@ def measures_of(rows, far=(), **others):
 @pytest.mark.parametrize(
     ("worse", "first"),
     [
-        ((), "No context is used beyond the last token: no longer context is clearly better."),
+        (
+            (),
+            "No use of context beyond the last token is seen: no longer context is clearly better.",
+        ),
         ((1,), "The context is used up to 8 tokens: no longer context is clearly better."),
         ((1, 8), "The context is used up to 64 tokens, the longest measured."),
     ],

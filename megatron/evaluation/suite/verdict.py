@@ -16,7 +16,7 @@ def verdict(measures: list[Measure]) -> list[str]:
     longest, seen = rows[-1].at["context"], "no longer context is clearly better"
     lines = [f"The context is used up to {field:,} tokens: {seen}."]
     if field == 1:
-        lines = [f"No context is used beyond the last token: {seen}."]
+        lines = [f"No use of context beyond the last token is seen: {seen}."]
     if field == longest:
         lines = [f"The context is used up to {longest:,} tokens, the longest measured."]
     harm = rows[-1].also
