@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import csv
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -38,8 +39,16 @@ def answers(measures: list[Measure]) -> dict[str, Any]:
     return given | found["ruler"].answer
 
 
-def is_right(expected: Any, answer: Any) -> bool:
-    return answer in expected if isinstance(expected, tuple) else answer == expected
+def judged(expected: Any, answer: Any) -> str:
+    """Return "yes" for a right answer, "missed" for less than there is, and "no" for a false one.
+
+    An answer misses if its reach is shorter, if it names fewer places, or if it is unclear.
+    """
+    right = expected if isinstance(expected, tuple) else (expected,)
+    if answer in right:
+        return "yes"
+    less = isinstance(answer, int | frozenset) and not isinstance(answer, bool)
+    return "missed" if answer == "unclear" or (less and answer < right[-1]) else "no"
 
 
 def shown(value: Any) -> str:
@@ -63,7 +72,7 @@ def rows_of(name: str, seed: int, tokens: int = TOKENS) -> list[dict[str, Any]]:
         if question in given:
             answer = given[question]
             row = {"expected": shown(expected), "answer": shown(answer)}
-            row["right"] = shown(is_right(expected, answer))
+            row["right"] = judged(expected, answer)
             rows.append({"model": name, "seed": seed, "question": question} | row)
     return rows
 
@@ -99,10 +108,11 @@ def main() -> None:
         writer.writeheader()
         writer.writerows(rows)
     print(table(rows))
-    wrong = [row for row in rows if row["right"] == "no"]
-    for row in wrong:
-        print("wrong:", *row.values(), sep="  ")
-    print(f"{len(rows) - len(wrong)} of {len(rows)} answers are right")
+    for row in rows:
+        if row["right"] != "yes":
+            print(*row.values(), sep="  ")
+    counts = Counter(row["right"] for row in rows)
+    print(f"{counts['yes']} of {len(rows)} answers are right, {counts['missed']} miss something")
 
 
 if __name__ == "__main__":

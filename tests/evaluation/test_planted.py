@@ -6,7 +6,7 @@ import csv
 
 import pytest
 
-from tests.evaluation.confusion import rows_of
+from tests.evaluation.confusion import judged, rows_of
 from tests.evaluation.planted import EXPECTED, NAMES
 
 
@@ -17,11 +17,22 @@ def test_the_suite_is_not_fooled(name):
     assert len(rows) == 10 and [row for row in rows if row["right"] != "yes"] == []
 
 
-def test_the_table_of_answers_has_no_wrong_one(repo_root):
+def test_an_answer_is_right_false_or_misses_something():
+    some, more = frozenset({(128, 0.5)}), frozenset({(128, 0.5), (512, 0.5)})
+    assert (
+        judged(16, 16) == judged((0, 256), 256) == judged(some, some) == judged(True, True) == "yes"
+    )
+    assert judged(16, 1) == judged(512, 256) == judged(more, some) == "missed"
+    assert judged("helps", "unclear") == judged(True, "unclear") == "missed"
+    assert judged(0, 256) == judged(some, more) == judged("helps", "harms") == "no"
+    assert judged(False, True) == judged(True, False) == "no"
+
+
+def test_the_table_of_answers_has_no_false_one(repo_root):
     with (repo_root / "docs" / "results" / "suite_planted.csv").open() as file:
         rows = list(csv.DictReader(file))
     asked = {(row["model"], row["question"]) for row in rows}
     questions = vars(EXPECTED["pointer"])
     assert asked == {(name, question) for name in NAMES for question in questions}
-    assert len({row["seed"] for row in rows}) == 4 and len(rows) == 4 * len(asked)
-    assert [row for row in rows if row["right"] != "yes"] == []
+    assert len(rows) == len({row["seed"] for row in rows}) * len(asked)
+    assert {row["right"] for row in rows} <= {"yes", "missed"}

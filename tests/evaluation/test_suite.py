@@ -117,7 +117,7 @@ def induction():
 def test_on_an_untrained_model_no_context_is_used():
     pos = PerLayer([load("kerple_log")] * 2, own_theta=False)
     found, lines = measured(gpt(pos, 2))
-    assert lines[0].startswith("No context is used")
+    assert lines[0].startswith("No use of context beyond the last token is seen")
     assert not any("harms" in line for line in lines)
     for name in ("induction", "copy", "passkey"):
         assert all(abs(row.estimate.value) < 0.05 for row in found[name].rows)
@@ -138,7 +138,7 @@ def test_on_a_model_with_induction_it_finds_the_induction(induction):
     found, lines = induction
     assert found["receptive_field"].answer >= 64 and "harms" not in "".join(lines)
     rows = {row.at["distance"]: row for row in found["induction"].rows}
-    assert rows[8].estimate.low > 1.0 and rows[8].also["second_minus_first"] < -1.0
+    assert rows[8].estimate.low > 1.0
     assert "predicted better" in found["induction"].says
     assert found["copy"].rows[0].estimate.low > 0.05 and "helps in" in found["copy"].says
     (swap,) = found["far_swap"].rows

@@ -75,7 +75,7 @@ def test_texts_have_their_length_and_statements_in_the_first_half():
     assert {(row.at["length"], row.at["task"]) for row in found.rows} == {
         (length, task) for length in (256, 512) for task in TASKS
     }
-    assert found.says == "RULER's questions: no answer is found."
+    assert found.says == "RULER's questions: answers are found for none."
     assert found.answer == dict.fromkeys(TASKS, 0)
     assert {texts.shape for texts in read} == {(24, 257), (24, 513)}
     for texts in read:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import json
 import re
 from pathlib import Path
@@ -12,6 +13,7 @@ import pytest
 from megatron.evaluation.suite.intervals import Estimate
 from megatron.evaluation.suite.recall import NOTICEABLE
 from megatron.readable_numbers import told_apart
+from tests.evaluation.confusion import table
 
 
 def rows(page: Path, heading: str, start: str = "|") -> list[dict[str, str]]:
@@ -130,6 +132,17 @@ def test_report_on_the_use_of_context(repo_root):
         assert f"{said} (the probability of a token goes from {before} to {after})" in text
     perplexity = found["by_length"].set_index("length")["value"]
     assert f"from {perplexity[128]:.1f} at 128 to {perplexity[2048]:.1f} at 2,048 (both" in text
+
+
+def test_the_answers_about_planted_models(repo_root):
+    folder, page = repo_root / "docs" / "results", one_line(repo_root / "docs" / "evaluation.md")
+    with (folder / "suite_planted.csv").open() as file:
+        found = list(csv.DictReader(file))
+    assert table(found) in (repo_root / "docs" / "evaluation.md").read_text()
+    before = pd.read_csv(folder / "suite_planted_before.csv")["right"]
+    assert f"{(before == 'no').sum()} of {len(before)} were wrong" in page
+    missed = sum(row["right"] == "missed" for row in found)
+    assert f"none of {len(found)} is false, and {missed} miss something" in page
 
 
 def test_times_of_the_benchmarks(repo_root):

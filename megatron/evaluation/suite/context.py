@@ -38,10 +38,8 @@ def windowed_twin(sample: Sample, full_nT: np.ndarray, twin_nT: np.ndarray) -> M
     ]
     gain = rows[0].estimate
     answer = EFFECTS[gain.effect()]
-    told = {"helps": "gains", "harms": "loses", "nothing": "neither gains nor loses"}
-    effect = told.get(answer, "gains or loses too little to tell")
-    says = f"By attention beyond {sample.train_length:,} tokens, the model {effect}: {gain} nats."
-    return Measure(name, title, NATS, says, rows, answer)
+    says = f"Attention beyond {sample.train_length:,} tokens lowers the loss by {gain} nats: "
+    return Measure(name, title, NATS, f"{says}{answer}.", rows, answer)
 
 
 def exact_context(subject: Subject, sample: Sample, full_nT: np.ndarray) -> Measure:
@@ -50,11 +48,8 @@ def exact_context(subject: Subject, sample: Sample, full_nT: np.ndarray) -> Meas
     W is the training length. The scored tokens have more than W tokens before them, and stand at
     equal distances. The control reads each of them after exactly W tokens.
     """
-    title, name, window = (
-        "Gain over exactly the training length",
-        "exact_context",
-        sample.train_length,
-    )
+    title, name = "Gain over exactly the training length", "exact_context"
+    window = sample.train_length
     places = sample.longest - window
     if places < 1:
         return Measure(name, title, NATS, sample.too_short, [])
@@ -65,12 +60,8 @@ def exact_context(subject: Subject, sample: Sample, full_nT: np.ndarray) -> Meas
     gain_nT = alone_nT.reshape(len(full_nT), -1) - full_nT[:, starts + window - 1]
     gain = mean_of(gain_nT, sample.documents)
     answer = EFFECTS[gain.effect()]
-    effect = {"nothing": "does nothing"}.get(answer, answer)
-    effect = "is too little to tell" if answer == "unclear" else effect
-    says = (
-        f"Text beyond {window:,} tokens {effect}: with exactly {window:,} tokens before each "
-        f"scored token, the loss is higher by {gain} nats."
-    )
+    says = f"Text beyond {window:,} tokens lowers the loss by {gain} nats, against exactly "
+    says += f"{window:,} tokens before each scored token: {answer}."
     also = {"scored": gain_nT.size, "loss": float(full_nT[:, starts + window - 1].mean())}
     return Measure(name, title, NATS, says, [Row({"context": window}, gain, also)], answer)
 

@@ -11,8 +11,7 @@ null key: there it finds the same at each query, so it says nothing about the te
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import partial
 from itertools import count
 from typing import Any
@@ -28,11 +27,12 @@ from megatron.evaluation.suite.intervals import mean_of
 from megatron.evaluation.suite.measure import Measure, Row, Sample, Subject
 from megatron.model.block import SelfAttention
 
-COLLAPSED = 0.9
+COLLAPSED, SHARE = 0.9, "share of the attention"
 SEQUENCES, LONGEST, QUERIES = 8, 4096, 128
 """The most sequences, tokens of a sequence, and queries (the last ones) that are read."""
 
 
+@torch.no_grad()
 def heads(subject: Subject, sample: Sample) -> list[Measure]:
     """Measure the attention of all heads: a measure of all, and one with a picture for each layer.
 
@@ -41,12 +41,17 @@ def heads(subject: Subject, sample: Sample) -> list[Measure]:
     layers = [each for each in subject.model.modules() if isinstance(each, SelfAttention)]
     if not layers:
         return []
-    spread = np.linspace(0, len(sample.documents) - 1, SEQUENCES).astype(int)
-    chosen = np.unique(spread)
+    chosen = np.unique(np.linspace(0, len(sample.documents) - 1, SEQUENCES).astype(int))
     found: list[list[Tensor]] = [[] for _ in layers]
-    for tokens in sample.sequences_nT[chosen, : min(sample.longest, LONGEST)]:
-        with _watched(layers, found), torch.no_grad():
+    before = [layer.attend for layer in layers]
+    try:
+        for layer, attend, numbers in zip(layers, before, found, strict=True):
+            vars(layer)["attend"] = partial(_watch, attend, numbers)
+        for tokens in sample.sequences_nT[chosen, : min(sample.longest, LONGEST)]:
             subject.model(on_device(tokens[None], subject.groups.device))
+    finally:
+        for layer, attend in zip(layers, before, strict=True):
+            vars(layer)["attend"] = attend
     by_layer = [torch.stack(each).cpu().numpy() for each in found]  # [sequences, heads, numbers]
     documents = sample.documents[chosen]
     return [_summary(by_layer, documents), *map(partial(_layer, documents), by_layer, count())]
@@ -61,12 +66,9 @@ def _summary(by_layer: list[np.ndarray], documents: np.ndarray) -> Measure:
             also = {"entropy": float(numbers_nX[:, 1].mean()), "collapsed": collapsed}
             rows.append(Row({"layer": layer, "head": head}, first, also))
     share = sum(row.also["collapsed"] == "yes" for row in rows) / len(rows)
-    says = (
-        f"{share:.0%} of the {len(rows)} heads are collapsed: more than {COLLAPSED:.0%} of their "
-        f"attention is on the first token or a null key."
-    )
-    title, unit = "Attention on the first token", "share of the attention"
-    return Measure("heads", title, unit, says, rows, share, drawn=False)
+    says = f"{share:.0%} of the {len(rows)} heads are collapsed: more than {COLLAPSED:.0%} of "
+    says += "their attention is on the first token or a null key."
+    return Measure("heads", "Attention on the first token", SHARE, says, rows, share, drawn=False)
 
 
 def _layer(documents: np.ndarray, numbers_nHX: np.ndarray, layer: int) -> Measure:
@@ -76,22 +78,8 @@ def _layer(documents: np.ndarray, numbers_nHX: np.ndarray, layer: int) -> Measur
         for head, mass_nD in enumerate(numbers_nHX[:, :, 2:].swapaxes(0, 1))
         for place in range(mass_nD.shape[1])
     ]
-    says = "Each bin reaches to the next one's start."
-    title, unit = f"Attention by distance, layer {layer}", "share of the attention"
-    return Measure(f"heads_layer{layer}", title, unit, says, rows)
-
-
-@contextmanager
-def _watched(layers: list[SelfAttention], found: list[list[Tensor]]) -> Iterator[None]:
-    """Within the `with` block, add the numbers of each head to `found`, [heads, 2 + bins]."""
-    before = [layer.attend for layer in layers]
-    for layer, attend, numbers in zip(layers, before, found, strict=True):
-        vars(layer)["attend"] = partial(_watch, attend, numbers)
-    try:
-        yield
-    finally:
-        for layer, attend in zip(layers, before, strict=True):
-            vars(layer)["attend"] = attend
+    title, says = f"Attention by distance, layer {layer}", "A bin reaches to the next one's start."
+    return Measure(f"heads_layer{layer}", title, SHARE, says, rows)
 
 
 def _watch(
@@ -103,16 +91,17 @@ def _watch(
     start = max(0, size - QUERIES)
     # Attention to values that are the unit vectors gives the probabilities themselves.
     eye_BKSS = torch.eye(size, device=q_BHTE.device).expand(1, k_BKSE.shape[1], size, size)
-    positions_BT = given.get("positions_BT")
     last = given | {"query_offset": start, "dropout_p": 0.0}
-    last["positions_BT"] = None if positions_BT is None else positions_BT[:, start:]
+    if (positions_BT := given.get("positions_BT")) is not None:
+        last["positions_BT"] = positions_BT[:, start:]
     call = Call(q_BHTE[:, :, start:].float(), k_BKSE.float(), eye_BKSS, pos, theta_HN, **last)
     p_HTS = computed(named("eager", pos), call)[0]
-    entropy_H = torch.special.entr(p_HTS).sum(-1).mean(-1)
     first_H = (p_HTS[..., 0] + 1 - p_HTS.sum(-1)).mean(-1)
     keys_S = torch.arange(size, device=p_HTS.device)
     back_TS = (torch.arange(start, size, device=p_HTS.device)[:, None] - keys_S + 1).clamp(min=1)
     bin_TS = back_TS.double().log2().floor()
     mass = [(p_HTS * (bin_TS == place)).sum(-1).mean(-1) for place in range(size.bit_length())]
-    numbers.append(torch.stack((first_H, entropy_H, *mass), -1).double())
+    numbers.append(
+        torch.stack((first_H, torch.special.entr(p_HTS).sum(-1).mean(-1), *mass), -1).double()
+    )
     return attend(q_BHTE, k_BKSE, v_BKSE, pos, theta_HN, **given)

@@ -11,7 +11,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from itertools import count as numbers
+from itertools import groupby
+from os.path import commonprefix
 from typing import Any
 
 import numpy as np
@@ -50,6 +51,11 @@ class Puzzle:
     cue: np.ndarray
     answer: np.ndarray
 
+    @property
+    def size(self) -> int:
+        """The number of tokens of the statements and the question."""
+        return sum(map(len, (*self.statements, self.cue, self.answer)))
+
 
 Draw = Callable[[np.random.Generator], Puzzle | None]
 """A function that draws a random puzzle, or returns None if the tokenizer allows none."""
@@ -76,13 +82,10 @@ def pieces(tokenizer: Tokenizer, *texts: str) -> list[np.ndarray]:
     Some tokenizers add a space to the start of all that they encode. A token that belongs to two
     texts counts for the later one.
     """
-    whole = np.asarray(tokenizer.encode("".join(texts)), np.int64)
-    cuts = []
-    for end in range(1, len(texts)):
-        part = np.asarray(tokenizer.encode("".join(texts[:end])), np.int64)
-        same = part == whole[: len(part)] if len(part) <= len(whole) else np.zeros(1, bool)
-        cuts.append(int(same.argmin()) if not same.all() else len(part))
-    return np.split(whole, np.maximum.accumulate(cuts))
+    whole = tokenizer.encode("".join(texts)).tolist()
+    parts = (tokenizer.encode("".join(texts[:end])).tolist() for end in range(1, len(texts)))
+    cuts = [len(commonprefix([part, whole])) for part in parts]
+    return np.split(np.array(whole, np.int64), np.maximum.accumulate(cuts))
 
 
 def induction(subject: Subject, sample: Sample) -> Measure:
@@ -92,26 +95,21 @@ def induction(subject: Subject, sample: Sample) -> Measure:
     first copy is reversed. The gain is the loss of the second copy in the control text minus its
     loss in the text. The first token of the second copy is not scored.
     """
-    rng, gains, also = np.random.default_rng(1), {}, {}
-    distance = BLOCK
+    rng, gains, distance = np.random.default_rng(1), {}, BLOCK
     while 2 * distance <= sample.longest:
         count = min(64, max(TEXTS, sample.tokens // (4 * distance)))
         once = sample.random(rng, (count, distance))
         other = once.reshape(count, -1, BLOCK)[:, :, ::-1].reshape(count, distance)
-        twice_nT = subject.losses(np.concatenate((once, once), 1))
-        control_nT = subject.losses(np.concatenate((other, once), 1))[:, distance:]
-        second_nT, first_nT = twice_nT[:, distance:], twice_nT[:, : distance - 1]
+        second_nT, control_nT = (
+            subject.losses(np.concatenate((first, once), 1))[:, distance:]
+            for first in (once, other)
+        )
         gains[distance] = control_nT - second_nT
-        also[distance] = {"second_minus_first": float((second_nT - first_nT).mean())}
         distance *= 2
     rows = []
     for at, gain in gains.items():
         found = mean_of(gain, np.arange(len(gain)), comparisons=len(gains))
-        rows.append(
-            Row(
-                {"distance": at}, found, {"found": found.effect(NOTICEABLE, surely=True)} | also[at]
-            )
-        )
+        rows.append(Row({"distance": at}, found, {"found": found.effect(NOTICEABLE, surely=True)}))
     reached = [row for row in rows if row.also["found"] == "gain"]
     says = "Random tokens are not predicted better when they occur for the second time."
     if reached:
@@ -206,20 +204,15 @@ def by_depth(subject: Subject, sample: Sample, name: str, title: str, draw: Draw
 
 
 def found_cells(rows: list[Row]) -> list[Row]:
-    """Return the row with the smallest gain of each cell in which all rows are gains."""
-    cells: dict[tuple, list[Row]] = {}
-    for row in rows:
-        cells.setdefault(tuple(v for k, v in row.at.items() if k != "control"), []).append(row)
-    return [
-        min(of_cell, key=lambda row: row.estimate.value)
-        for of_cell in cells.values()
-        if all(row.also["found"] == "gain" for row in of_cell)
-    ]
+    """Return the row with the least sure gain of each cell in which all rows are gains."""
+    cells = groupby(rows, lambda row: [row.at[name] for name in row.at if name != "control"])
+    gains = (min(cell, key=lambda row: row.estimate.low) for _, cell in cells)
+    return [row for row in gains if row.also["found"] == "gain"]
 
 
 def ask(subject: Subject, sample: Sample, cells: list[Cell]) -> list[Row]:
     """Return a row for each cell and control. A cell whose texts are too short has no rows."""
-    asked = [(cell, *_losses(subject, sample, cell, seed)) for seed, cell in zip(numbers(2), cells)]
+    asked = [(cell, *_losses(subject, sample, cell, 2 + n)) for n, cell in enumerate(cells)]
     total, rows = sum(len(controls) for _, _, controls, _ in asked), []
     for cell, losses, controls, documents in asked:
         for control, without in controls.items():
@@ -245,9 +238,10 @@ def _losses(
     sizes = []
     for text in sample.sequences_nT[spread, : length + 1]:
         puzzle = cell.draw(rng)
-        if puzzle is None or 2 * _size(puzzle) > length:
+        if puzzle is None or 2 * puzzle.size > length:
             return np.zeros(0), {}, spread
-        depths = [cell.depth] if cell.depth is not None else _places(rng, puzzle)
+        drawn = sorted(rng.random(len(puzzle.statements)) / 2) if cell.depth is None else []
+        depths = drawn or [cell.depth]
         for name, statements in ({"": puzzle.statements} | puzzle.controls).items():
             texts.setdefault(name, []).append(_with_statements(text, statements, depths, puzzle))
         sizes.append(len(puzzle.answer))
@@ -260,14 +254,6 @@ def _losses(
     return losses.pop(""), losses, sample.documents[spread]
 
 
-def _places(rng: np.random.Generator, puzzle: Puzzle) -> list[float]:
-    return sorted(rng.random(len(puzzle.statements)) / 2)
-
-
-def _size(puzzle: Puzzle) -> int:
-    return sum(map(len, puzzle.statements)) + len(puzzle.cue) + len(puzzle.answer)
-
-
 def _with_statements(
     text: np.ndarray, statements: list[np.ndarray], depths: list[float], puzzle: Puzzle
 ) -> np.ndarray:
@@ -275,7 +261,7 @@ def _with_statements(
 
     The last tokens of `text` are left out, so that the result is as long as `text`.
     """
-    room = len(text) - sum(map(len, statements)) - len(puzzle.cue) - len(puzzle.answer)
+    room = len(text) - sum(map(len, (*statements, puzzle.cue, puzzle.answer)))
     splits = np.split(text[:room], [round(depth * room) for depth in depths])
     parts = zip(splits, [*statements, puzzle.cue], strict=True)
     return np.concatenate([*(part for pair in parts for part in pair), puzzle.answer])

@@ -20,18 +20,8 @@ from functools import partial
 import numpy as np
 
 from megatron.data.tokenizers.base import Tokenizer
+from megatron.evaluation.suite import recall
 from megatron.evaluation.suite.measure import Measure, Sample, Subject
-from megatron.evaluation.suite.recall import (
-    BINDING,
-    NATS,
-    Cell,
-    Fact,
-    Puzzle,
-    ask,
-    found_cells,
-    pieces,
-    with_controls,
-)
 
 SHORTEST = 256
 """The shortest texts, in tokens, in which the questions are asked."""
@@ -48,62 +38,62 @@ def ruler(subject: Subject, sample: Sample, tokenizer: Tokenizer) -> Measure:
     """
     lengths = [length for length in sample.lengths if length >= SHORTEST]
     cells = [
-        Cell({"length": length, "task": name}, partial(draw, tokenizer))
+        recall.Cell({"length": length, "task": name}, partial(draw, tokenizer))
         for length in dict.fromkeys([*lengths[:1], *lengths[-1:]])
         for name, draw in TASKS.items()
     ]
-    rows = ask(subject, sample, cells)
+    rows = recall.ask(subject, sample, cells)
     answer = dict.fromkeys(TASKS, 0)
-    for row in found_cells(rows):
+    for row in recall.found_cells(rows):
         answer[row.at["task"]] = row.at["length"]
-    found = ", ".join(
-        f"{name} up to {length:,} tokens" for name, length in answer.items() if length
+    said = [f"{name} up to {length:,} tokens" for name, length in answer.items() if length]
+    says = f"RULER's questions: answers are found for {', '.join(said) or 'none'}."
+    says = (
+        says if rows else f"RULER's questions: no text has {SHORTEST:,} tokens and room for them."
     )
-    says = f"RULER's questions: answers are found for {found}." if found else (
-        "RULER's questions: no answer is found." if rows else
-        f"RULER's questions: not asked, no text has {SHORTEST:,} tokens and room for them."
-    )  # fmt: skip
-    return Measure("ruler", "RULER's questions", f"gain, {NATS}", says, rows, answer)
+    return Measure("ruler", "RULER's questions", f"gain, {recall.NATS}", says, rows, answer)
 
 
-def _keys(tokenizer: Tokenizer, rng: np.random.Generator) -> Puzzle:
-    facts = [_set(tokenizer, word, _number(rng)) for word in rng.choice(WORDS, 4, replace=False)]
-    return with_controls(facts, [1, 2, 3, 0], [int(rng.integers(4))])
+def _keys(tokenizer: Tokenizer, rng: np.random.Generator) -> recall.Puzzle:
+    facts = [
+        _set(tokenizer, word, rng.integers(10**4, 10**5))
+        for word in rng.choice(WORDS, 4, replace=False)
+    ]
+    return recall.with_controls(facts, [1, 2, 3, 0], [int(rng.integers(4))])
 
 
-def _values(tokenizer: Tokenizer, rng: np.random.Generator) -> Puzzle:
+def _values(tokenizer: Tokenizer, rng: np.random.Generator) -> recall.Puzzle:
     first, second = rng.choice(WORDS, 2, replace=False)
-    facts = [_set(tokenizer, word, _number(rng)) for word in (first, second, first, second)]
-    return with_controls(facts, [1, 0, 3, 2], [0, 2] if rng.random() < 0.5 else [1, 3])
+    facts = [
+        _set(tokenizer, word, rng.integers(10**4, 10**5)) for word in (first, second, first, second)
+    ]
+    return recall.with_controls(facts, [1, 0, 3, 2], [0, 2] if rng.random() < 0.5 else [1, 3])
 
 
-def _tracking(tokenizer: Tokenizer, rng: np.random.Generator) -> Puzzle:
+def _tracking(tokenizer: Tokenizer, rng: np.random.Generator) -> recall.Puzzle:
     """Return two chains of three variables whose statements alternate; one chain is asked for."""
     chains = rng.choice(WORDS, (2, 3), replace=False)
-    facts = [_set(tokenizer, chain[0], _number(rng)) for chain in chains]
+    facts = [_set(tokenizer, chain[0], rng.integers(10**4, 10**5)) for chain in chains]
     facts += [_set(tokenizer, chain[i], chain[i - 1]) for i in (1, 2) for chain in chains]
     asked = int(rng.integers(2))
-    found = with_controls(facts, [1, 0, 2, 3, 4, 5], [asked])
-    cue = pieces(tokenizer, f"\n{chains[asked, 2]} ->", " 1")[0]
-    return Puzzle(found.statements, found.controls, cue, found.answer)
+    found = recall.with_controls(facts, [1, 0, 2, 3, 4, 5], [asked])
+    cue = recall.pieces(tokenizer, f"\n{chains[asked, 2]} ->", " 1")[0]
+    return recall.Puzzle(found.statements, found.controls, cue, found.answer)
 
 
-def _words(tokenizer: Tokenizer, rng: np.random.Generator) -> Puzzle:
+def _words(tokenizer: Tokenizer, rng: np.random.Generator) -> recall.Puzzle:
     parts = [
-        pieces(tokenizer, "\n-", f" {word}", "\n") for word in rng.choice(WORDS, 4, replace=False)
+        recall.pieces(tokenizer, "\n-", f" {word}", "\n")
+        for word in rng.choice(WORDS, 4, replace=False)
     ]
     words, order = [*map(np.concatenate, parts)], rng.permutation([0, 1] * 4 + [2, 3])
     statements, others = ([words[i ^ flip] for i in order] for flip in (0, 2))
     answer = np.concatenate([*parts[0][1:], *parts[1][:2]])
-    return Puzzle(statements, {BINDING: others}, parts[0][0], answer)
+    return recall.Puzzle(statements, {recall.BINDING: others}, parts[0][0], answer)
 
 
-def _number(rng: np.random.Generator) -> str:
-    return str(rng.integers(10_000, 100_000))
-
-
-def _set(tokenizer: Tokenizer, name: str, value: str) -> Fact:
-    cue, answer, end = pieces(tokenizer, f"\n{name} =", f" {value}", "\n")
+def _set(tokenizer: Tokenizer, name: str, value: object) -> recall.Fact:
+    cue, answer, end = recall.pieces(tokenizer, f"\n{name} =", f" {value}", "\n")
     return cue, answer, end
 
 

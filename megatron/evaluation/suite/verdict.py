@@ -14,12 +14,11 @@ def verdict(measures: list[Measure]) -> list[str]:
     found = {measure.name: measure for measure in measures}
     field, rows = found["receptive_field"].answer, found["receptive_field"].rows
     longest, seen = rows[-1].at["context"], "no longer context is clearly better"
+    lines = [f"The context is used up to {field:,} tokens: {seen}."]
     if field == 1:
-        lines = [f"No context is used beyond the last token: {seen}."]
-    elif field == longest:
+        lines = [f"No use of context beyond the last token is seen: {seen}."]
+    if field == longest:
         lines = [f"The context is used up to {longest:,} tokens, the longest measured."]
-    else:
-        lines = [f"The context is used up to {field:,} tokens: {seen}."]
     harm = rows[-1].also
     if harm["worse"] == "yes":
         best = min(rows, key=lambda row: row.estimate.value).at["context"]
