@@ -32,7 +32,10 @@ OPERATIONS = (
     "allgather", "allgather_coalesced", "_allgather_base", "allgather_into_tensor_coalesced",
     "reduce_scatter", "_reduce_scatter_base", "reduce_scatter_tensor_coalesced",
     "alltoall", "alltoall_base", "send", "recv",
+    "all_gather_single", "all_gather_single_coalesced", "all_to_all_single",
+    "reduce_scatter_single", "reduce_scatter_single_coalesced",
 )  # fmt: skip
+"""The methods of a process group that communicate; the last five are new in torch 2.13."""
 MESSAGES = ("send", "recv")
 WRAPPERS = ("torch/", "deepspeed/comm/", "deepspeed/runtime/pipe/p2p.py")
 """The start of the paths of files whose lines say nothing about the place of an event."""
@@ -169,7 +172,8 @@ def recording(log: EventLog) -> Iterator[None]:
             with log.paused():
                 gather(found, value, group)
 
-    replaced = [(dist.ProcessGroup, op, _recorded(log, op)) for op in OPERATIONS]
+    known = [op for op in OPERATIONS if hasattr(dist.ProcessGroup, op)]
+    replaced = [(dist.ProcessGroup, op, _recorded(log, op)) for op in known]
     replaced += [(dist, "new_group", created), (dist, "all_gather_object", gathered)]
     with ExitStack() as stack:
         for owner, name, function in replaced:
