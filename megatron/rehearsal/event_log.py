@@ -1,9 +1,9 @@
 """Record every collective and every message of a process, with its line of code.
 
-A `TorchDispatchMode` sees the operations `c10d::*`, with which torch communicates. It does not see
-three things, for which `recording` replaces functions of Python:
+`recording` replaces the methods of torch's `ProcessGroup`, through which all of Python
+communicates, in every thread. (A `TorchDispatchMode` would see the same operations, but also every
+other operation of torch, which costs half the time.) Two more functions are replaced:
 
-- a thread that starts later, such as the one that writes checkpoints: it gets a mode of its own;
 - the creation of process groups, which every rank must do in the same order;
 - exchanges of objects, whose messages have sizes that depend on the objects of all ranks: such an
   exchange is one event.
@@ -16,7 +16,7 @@ import sys
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -24,10 +24,18 @@ from unittest import mock
 
 import torch.distributed as dist
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
 ROOT = Path(__file__).parents[2]
+OPERATIONS = (
+    "allreduce", "allreduce_coalesced", "reduce", "broadcast", "gather", "scatter", "barrier",
+    "allgather", "allgather_coalesced", "_allgather_base", "allgather_into_tensor_coalesced",
+    "reduce_scatter", "_reduce_scatter_base", "reduce_scatter_tensor_coalesced",
+    "alltoall", "alltoall_base", "send", "recv",
+    "all_gather_single", "all_gather_single_coalesced", "all_to_all_single",
+    "reduce_scatter_single", "reduce_scatter_single_coalesced",
+)  # fmt: skip
+"""The methods of a process group that communicate; the last five are new in torch 2.13."""
 MESSAGES = ("send", "recv")
 WRAPPERS = ("torch/", "deepspeed/comm/", "deepspeed/runtime/pipe/p2p.py")
 """The start of the paths of files whose lines say nothing about the place of an event."""
@@ -39,7 +47,7 @@ class Event(NamedTuple):
     """A collective or a message of one rank.
 
     Attributes:
-        op: The name of the operation, as in torch's namespace `c10d`, or of a function of torch.
+        op: The name of the operation, as in torch's `ProcessGroup` or `torch.distributed`.
         group: The ranks of the process group, as text (see `EventLog.members`).
         peer: The rank that is sent to or received from, or the root of a collective; else None.
         what: The data types and shapes of the tensors, and how they are reduced.
@@ -75,6 +83,7 @@ class EventLog:
         self.members: dict[str, list[int]] = {}
         self._texts: dict[str, str] = {}
         self._count: Counter[str] = Counter()
+        self._here = threading.local()
         self.name(dist.group.WORLD)
 
     def name(self, group: Any) -> None:
@@ -86,54 +95,62 @@ class EventLog:
         text += f" (group {number} of these)" if number > 1 else ""
         self._texts[group.group_name], self.members[text] = text, ranks
 
-    def add(self, op: str, group: Any, what: str, tensors: Sequence[Tensor] = (), **peer: int):
+    def add(
+        self,
+        op: str,
+        group: Any,
+        what: str,
+        tensors: Sequence[Tensor] = (),
+        peer: int | None = None,
+    ) -> None:
         """Append an event of this thread, and let the other ranks reply.
 
         Args:
             group: The process group; None is the group of all ranks.
-            peer: The number in `group` of the rank that `Event.peer` describes, under any name.
+            peer: The number in `group` of the rank that `Event.peer` describes.
         """
+        if getattr(self._here, "paused", False):
+            return
         text = self._texts[(group or dist.distributed_c10d._get_default_group()).group_name]
-        peers = [self.members[text][number] for number in peer.values()] or [None]
-        event = Event(op, text, peers[0], what, line_of_code())
+        rank = None if peer is None else self.members[text][peer]
+        event = Event(op, text, rank, what, line_of_code())
         self.threads.setdefault(threading.get_ident(), []).append(event)
         if self.reply:
             self.reply(event, tensors)
 
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Record nothing of this thread during the `with` block."""
+        self._here.paused = True
+        yield
+        self._here.paused = False
 
-class _Mode(TorchDispatchMode):
-    def __init__(self, log: EventLog):
-        super().__init__()
-        self._log = log
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        found = func(*args, **(kwargs or {}))
-        if func.namespace == "c10d":
-            with _disable_current_modes():
-                names = [each.name for each in func._schema.arguments]
-                self._add(func.__name__, dict(zip(names, args, strict=False)) | (kwargs or {}))
-        elif self._log.reply and "empty" in func.__name__:
-            found.zero_()  # what no rank fills is a number, not garbage
+def _recorded(log: EventLog, op: str) -> Callable[..., Any]:
+    """Return the method `op` of a process group, which adds an event to `log`."""
+    original = getattr(dist.ProcessGroup, op)
+
+    def method(group: Any, *args: Any, **kwargs: Any) -> Any:
+        found = original(group, *args, **kwargs)
+        options = [*args, *kwargs.values()]
+        tensors = [x for x in tree_leaves(options) if isinstance(x, Tensor)]
+        what = [f"{x.dtype}{list(x.shape)}".removeprefix("torch.") for x in tensors]
+        reductions = [x.reduceOp for x in options if hasattr(x, "reduceOp")]
+        what += [str(getattr(x, "op", x)).rpartition(".")[2] for x in reductions]
+        peers = [x.rootRank for x in options if hasattr(x, "rootRank")]
+        if op in MESSAGES:
+            _, peer, tag = options
+            peers, what = [peer], [*what, f"tag {tag}"] if tag else what
+        log.add(op.strip("_"), group, ", ".join(what), tensors, *peers)
         return found
 
-    def _add(self, op: str, named: dict[str, Any]) -> None:
-        op, group = op.partition(".")[0].strip("_"), dist.ProcessGroup.unbox(named["process_group"])
-        tensors = [x for x in tree_leaves(list(named.values())) if isinstance(x, Tensor)]
-        what = [f"{x.dtype}{list(x.shape)}".removeprefix("torch.") for x in tensors]
-        what += [_reduction()] if "reduce_op" in named else []
-        what += [f"tag {named['tag']}"] if named.get("tag") else []
-        peer = {name: named[name] for name in ("dst", "src", "root_rank") if name in named}
-        self._log.add(op, group, "" if op == "barrier" else ", ".join(what), tensors, **peer)
+    return method
 
 
 @contextmanager
 def recording(log: EventLog) -> Iterator[None]:
     """Record in `log` what this process communicates during the `with` block."""
-    run, new_group, gather = threading.Thread.run, dist.new_group, dist.all_gather_object
-
-    def run_recorded(self: threading.Thread) -> None:
-        with _Mode(log):
-            run(self)
+    new_group, gather = dist.new_group, dist.all_gather_object
 
     def created(ranks: Sequence[int] | None = None, *args: Any, **kwargs: Any) -> Any:
         ranks = list(range(dist.get_world_size())) if ranks is None else list(ranks)
@@ -143,8 +160,7 @@ def recording(log: EventLog) -> Iterator[None]:
             args, kwargs = (), {"backend": "fake"}
         if log.reply and not is_member:
             return dist.GroupMember.NON_GROUP_MEMBER
-        with _disable_current_modes():
-            group = new_group(ranks, *args, **kwargs)
+        group = new_group(ranks, *args, **kwargs)
         if is_member:
             log.name(group)
         return group
@@ -153,15 +169,15 @@ def recording(log: EventLog) -> Iterator[None]:
         log.add("all_gather_object", group, "")
         found[:] = [value] * len(found)
         if not log.reply:
-            with _disable_current_modes():
+            with log.paused():
                 gather(found, value, group)
 
-    with (
-        mock.patch.object(threading.Thread, "run", run_recorded),
-        mock.patch.object(dist, "new_group", created),
-        mock.patch.object(dist, "all_gather_object", gathered),
-        _Mode(log),
-    ):
+    known = [op for op in OPERATIONS if hasattr(dist.ProcessGroup, op)]
+    replaced = [(dist.ProcessGroup, op, _recorded(log, op)) for op in known]
+    replaced += [(dist, "new_group", created), (dist, "all_gather_object", gathered)]
+    with ExitStack() as stack:
+        for owner, name, function in replaced:
+            stack.enter_context(mock.patch.object(owner, name, function))
         yield
 
 
@@ -171,18 +187,6 @@ def ranks_text(ranks: Sequence[int]) -> str:
     if not step or list(ranks) != list(range(ranks[0], ranks[-1] + 1, step)):
         return ", ".join(map(str, ranks))
     return f"{ranks[0]} to {ranks[-1]}" + (f" in steps of {step}" if step != 1 else "")
-
-
-def _reduction() -> str:
-    """Return how the collective in progress reduces, such as SUM.
-
-    The object that the dispatcher passes cannot be read, so this reads torch's own options.
-    """
-    frame = sys._getframe(1)
-    while frame.f_back is not None and "opts" not in frame.f_code.co_varnames:
-        frame = frame.f_back
-    reduce_op = getattr(frame.f_locals.get("opts"), "reduceOp", None)
-    return str(getattr(reduce_op, "op", reduce_op)).rpartition(".")[2]
 
 
 def line_of_code() -> str:

@@ -82,8 +82,9 @@ class EarlierRanks:
             return
         number, self._received[key] = self._received[key], self._received[key] + 1
         sent = dict(enumerate(self.earlier.get(key, []))).get(number)
-        if sent is not None and len(sent) == x.numel():
-            x.copy_(torch.tensor(sent, dtype=x.dtype).view(x.shape))
+        known = sent is not None and len(sent) == x.numel()
+        with torch.no_grad():
+            x.copy_(torch.tensor(sent, dtype=x.dtype).view(x.shape) if known else torch.zeros(()))
 
 
 def play_all(

@@ -20,8 +20,8 @@ load=null finetune=false save_interval=null exit_interval=null exit_duration_in_
 train_batch_size=null train_micro_batch_size_per_gpu=1 eval_examples=2 eval_context_baseline=0
 rotary_pct=1 attention_backend=auto distributed_backend=null torch_compile=false profile=false
 memory_profiling=false flops_profiler.enabled=false use_wandb=false tensorboard_dir=null"""
-TEXT = """train_data_paths=null train_data_weights=null valid_data_paths=null valid_data_weights=null
-test_data_paths=null test_data_weights=null weight_by_num_documents=false
+TEXT = """train_data_paths=null train_data_weights=null valid_data_paths=null
+valid_data_weights=null test_data_paths=null test_data_weights=null weight_by_num_documents=false
 tokenizer_type=ByteLevelTokenizer vocab_file=null merge_file=null"""
 DOCUMENTS, TOKENS = 2000, 40  # the text that is read instead of the run's
 

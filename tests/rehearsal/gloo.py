@@ -15,12 +15,14 @@ import multiprocessing
 import pickle
 import sys
 import tempfile
+import threading
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron.config import load_config
 from megatron.pretraining.run import Job, train
@@ -62,9 +64,25 @@ def imagined(path: Path, size: int, stages: int, folder: Path) -> list[Threads]:
 def real(groups, path: Path) -> Threads:
     """Return the events of this process of a gloo job."""
     log = EventLog()
-    with contextlib.redirect_stdout(io.StringIO()), recording(log):
+    with contextlib.redirect_stdout(io.StringIO()), recording(log), Dispatched(log) as dispatched:
         Job(load_config([path], world_size=groups.world_size), groups).run()
+    seen = [each.op for each in log.threads[threading.get_ident()]]
+    hidden = seen.count("new_group") + seen.count("all_gather_object")
+    assert dispatched.count == len(seen) - hidden, (dispatched.count, len(seen), hidden)
     return list(log.threads.values())
+
+
+class Dispatched(TorchDispatchMode):
+    """Counts what torch's dispatcher communicates in this thread, but for exchanged objects."""
+
+    def __init__(self, log: EventLog):
+        super().__init__()
+        self.log, self.count = log, 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        is_recorded = not getattr(self.log._here, "paused", False)
+        self.count += func.namespace == "c10d" and is_recorded
+        return func(*args, **(kwargs or {}))
 
 
 def both(cell: Cell, folder: Path, prefix: str, **changes: Any) -> tuple[list[Threads], ...]:
