@@ -83,10 +83,8 @@ def blocked(call: Call) -> Any:
     if is_compiling() and theta_HN is None:
         # without keeping P, whose size may depend on where documents start
         return operations.blocked(*inputs, *numbers)
-    others = (weight_HS, *terms, theta_HN, call.window)
-    plain = not call.return_lse and all(x is None for x in others)
-    if plain and is_short(q_BHTE, k_BHSE):
-        return ShortAttention.apply(q_BHTE, k_BHSE, v_BHSE, bias_HS, call.scale)
+    if theta_HN is None and not call.return_lse and is_short(*inputs, *numbers):
+        return ShortAttention.apply(*inputs[:4], call.scale)
     run = _outside_of_graphs if is_compiling() else _run
     return run((*inputs, theta_HN, positions_BT), (*numbers, call.pos, call.return_lse))
 
