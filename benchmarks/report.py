@@ -74,8 +74,14 @@ def without_folders(arguments: list[str]) -> list[str]:
 
 
 def processor() -> str:
-    """Return the processor's model name, or only its architecture if the name is unknown."""
+    """Return the processor's name, family and model, or its architecture if they are unknown.
+
+    Some machines give one name, such as "AMD EPYC", to processors that differ much in speed.
+    """
     info = Path("/proc/cpuinfo")
     lines = info.read_text().splitlines() if info.exists() else []
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.machine()
+    pairs = {key.strip(): value.strip() for key, _, value in (x.partition(":") for x in lines)}
+    if "model name" not in pairs:
+        return platform.machine()
+    numbers = [f"{key} {pairs[key]}" for key in ("cpu family", "model") if key in pairs]
+    return f"{pairs['model name']} ({', '.join(numbers)})" if numbers else pairs["model name"]

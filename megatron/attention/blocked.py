@@ -57,10 +57,8 @@ def blocked(call: Call) -> Any:
     if is_compiling() and inputs[-2] is None:
         # without keeping P, whose size may depend on where documents start
         return operations.blocked(*inputs[:-2], *others[:3])
-    q_BHTE, k_BHSE, v_BHSE, bias_HS, *terms = inputs
-    plain = not call.return_lse and all(x is None for x in (*terms, call.window))
-    if plain and is_short(q_BHTE, k_BHSE):
-        return ShortAttention.apply(q_BHTE, k_BHSE, v_BHSE, bias_HS, call.scale)
+    if inputs[-2] is None and not call.return_lse and is_short(*inputs[:-2], *others[:3]):
+        return ShortAttention.apply(*inputs[:4], call.scale)
     return (_outside_of_graphs if is_compiling() else run)(inputs, others)
 
 

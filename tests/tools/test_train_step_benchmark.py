@@ -17,7 +17,7 @@ TINY = "--layers 1 --width 16 --heads 1 --length 8 --batch 1 --vocab 32 --rounds
 
 
 def test_a_tiny_run_without_deepspeed(tmp_path):
-    names = ["project, plain loop", "plain"]
+    names = ["project, plain loop", "plain", "plain, our settings"]
     command = [sys.executable, str(ROOT / "benchmarks" / "train_step.py"), *TINY.split()]
     done = subprocess.run(
         [*command, "--threads", "1", "--out", str(tmp_path), "--only", *names],
@@ -27,7 +27,7 @@ def test_a_tiny_run_without_deepspeed(tmp_path):
     report = json.loads((tmp_path / "train_step.json").read_text())
     assert [row["variant"] for row in report["rows"]] == names
     for row in report["rows"]:
-        assert row["tokens_per_second"] > 0 and row["peak_mb"] > 0
+        assert row["tokens_per_second"] > 0 and row["peak_mb"] > 0 and row["cpu_ms"] > 0
         assert sum(row["parts"].values()) == pytest.approx(1)
         assert row["parts"]["products"] > 0 and row["parts"]["optimizer"] > 0
     assert (tmp_path / "train_step.md").read_text() == markdown(report)
