@@ -70,7 +70,7 @@ class KerpleConfig(PretrainedConfig):
     @property
     def attention(self) -> str:
         """The name of the attention implementation (see `padded_call`)."""
-        return str(self._attn_implementation)
+        return str(getattr(self, "_attn_implementation"))  # noqa: B009
 
 
 def norm_of(config: KerpleConfig, dim: int, heads: int = 1) -> Norm:

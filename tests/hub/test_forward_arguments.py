@@ -14,7 +14,7 @@ from megatron.hub.modeling_kerple import (
     KerpleForSequenceClassification,
     KerpleModel,
 )
-from tests.helpers.exports import close, model_of, tokens
+from tests.helpers.hub import close, model_of, tokens
 
 PACKED = [0, 1, 2, 3, 4, 0, 1, 2, 0, 1, 2, 3]
 LENGTHS = torch.tensor([0, 5, 8, 12], dtype=torch.int32)

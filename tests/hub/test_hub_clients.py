@@ -18,7 +18,7 @@ from trl import DPOConfig, DPOTrainer, SFTConfig, SFTTrainer
 
 from megatron.hub.export import export as write_export
 from megatron.positional import bounds
-from tests.helpers.exports import tokens, trained
+from tests.helpers.hub import tokens, trained
 from tests.hub.test_export_hf import run_of
 
 QUIET = {"report_to": [], "use_cpu": True, "save_strategy": "no", "disable_tqdm": True}

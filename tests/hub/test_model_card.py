@@ -47,12 +47,13 @@ def test_the_card_has_what_the_run_knows(run, exported):
     head = yaml.safe_load(text.split("---")[1])
     assert head["license"] == "apache-2.0" and head["library_name"] == "transformers"
     count = sum(weight.numel() for weight in run.model.parameters())
+    flat = run.config.to_flat_dict()
     for part in (
         f"{count:,} parameters: ",
         "**kerple_log**: KERPLE's logarithmic distance kernel, b_h(d) = -p log(1 + a d)",
         f"Trained with texts of {run.config.model.seq_length} tokens. It reads any length.",
-        f"- data_path: {run.config.data.data_path}",
-        f"- steps: {run.config.training.train_iters} of {run.config.training.train_batch_size}",
+        f"- data_path: {flat['data_path']}",
+        f"- steps: {flat['train_iters']} of {flat['train_batch_size']} texts",
         "| length | perplexity |\n|---|---|\n| 16 | 5.5 |\n| 32 | 5.25 |",
         "- It uses 12 tokens.",
     ):

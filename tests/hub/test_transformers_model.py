@@ -15,7 +15,7 @@ from megatron.hub.modeling_kerple import (
     KerpleModel,
 )
 from megatron.positional import bounds
-from tests.helpers.exports import EMBEDDINGS, close, model_of, tokens, trained
+from tests.helpers.hub import EMBEDDINGS, close, model_of, tokens, trained
 
 
 @pytest.mark.parametrize("pos_emb", EMBEDDINGS)
