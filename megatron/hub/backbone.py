@@ -145,7 +145,7 @@ class KerpleModel(KerplePreTrainedModel):
     ) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...] | None]:
         """Return the states before each layer and after the final norm, and probabilities."""
         attentions = _or(output_attentions, self.config.output_attentions)
-        name = self.config._attn_implementation
+        name = self.config.attention
         if attentions and name != "eager":
             raise ValueError(
                 f"attn_implementation {name!r} computes no attention probabilities: load the model "

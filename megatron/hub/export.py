@@ -37,7 +37,7 @@ RUN = "kerple_run"
 """The entry of config.json that names the run (`lineage` in `run.json`) and its step."""
 TOLERANCE = {torch.float32: 1e-4, torch.float64: 1e-9}
 """The largest accepted difference of logits, by the dtype in which logits are compared."""
-_CLASSES = {
+AUTO_CLASSES = {
     "AutoConfig": "KerpleConfig",
     "AutoModel": "KerpleModel",
     "AutoModelForCausalLM": OWN_CLASS,
@@ -130,7 +130,7 @@ def _own_class(run: OpenRun) -> HubModel:
     about = {
         "model_type": "kerple",
         "architectures": [OWN_CLASS],
-        "auto_map": {auto: f"{CODE}.{name}" for auto, name in _CLASSES.items()},
+        "auto_map": {auto: f"{CODE}.{name}" for auto, name in AUTO_CLASSES.items()},
         **_values(config, model),
     }
     return HubModel(about | _common(run), weights, bundle(terms))

@@ -75,6 +75,11 @@ class KerpleConfig(PretrainedConfig):
         for name, value in own.items():
             setattr(self, name, value)
 
+    @property
+    def attention(self) -> str:
+        """The name of the attention implementation (see `padded_call`)."""
+        return str(getattr(self, "_attn_implementation"))  # noqa: B009
+
 
 def norm_of(config: KerpleConfig, dim: int, heads: int = 1) -> Norm:
     """Build a normalisation layer of the kind `config.norm` for vectors of size `dim`."""
@@ -235,7 +240,7 @@ class Attention(nn.Module):
             positions_BT=at.positions_BT, columns_T=at.columns_T, first_BT=at.first_BT,
             vectors=at.vectors, query_offset=at.offset or 0,
         )  # fmt: skip
-        out_BHTE = attend_as(str(self.config._attn_implementation), self, call, at.offset)
+        out_BHTE = attend_as(self.config.attention, self, call, at.offset)
         out_BTD = out_BHTE.transpose(1, 2).flatten(2).to(x_BTD.dtype)
         if self.output_gate is not None:
             out_BTD = out_BTD * self.output_gate(x_BTD).sigmoid()

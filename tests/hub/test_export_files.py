@@ -226,9 +226,8 @@ def test_weights_are_stored_in_the_dtype_of_the_run_or_of_the_option(run, call, 
     assert (a[words].dtype, a[theta].dtype) == (torch.bfloat16, torch.float32)
     assert c[words].dtype == torch.float64
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "a", trust_remote_code=True)
-    loaded = model.get_parameter(theta)
-    assert (model.dtype, loaded.dtype) == (torch.bfloat16, torch.float32)
-    assert np.array_equal(loaded.detach().numpy(), a[theta].numpy())
+    assert (model.dtype, model.get_parameter(theta).dtype) == (torch.bfloat16, torch.float32)
+    assert np.array_equal(model.get_parameter(theta).detach().numpy(), a[theta].numpy())
 
 
 WRONG = {

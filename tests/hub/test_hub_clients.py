@@ -18,8 +18,8 @@ from trl import DPOConfig, DPOTrainer, SFTConfig, SFTTrainer
 
 from megatron.hub.export import export as write_export
 from megatron.positional import bounds
+from tests.helpers.hub import tokens, trained
 from tests.hub.test_export_hf import run_of
-from tests.hub.test_transformers_model import tokens, trained
 
 QUIET = {"report_to": [], "use_cpu": True, "save_strategy": "no", "disable_tqdm": True}
 TEXTS = ["import os\n", "def f(x):\n    return x\n", "for i in range(3):\n", "class A:\n    pass\n"]

@@ -6,8 +6,7 @@ import pytest
 import torch
 
 import megatron.hub.kerple_attention  # noqa: F401
-from tests.helpers.hub import hub_model
-from tests.hub.test_transformers_model import EMBEDDINGS, close, model_of, tokens
+from tests.helpers.hub import EMBEDDINGS, close, hub_model, model_of, tokens
 
 
 def padded():

@@ -1,16 +1,13 @@
-"""Test the exported class as a model of transformers: each argument of `forward`, and theta."""
+"""Test the exported classes: attention implementations, the classifier, and theta in training."""
 
 from __future__ import annotations
-
-import inspect
 
 import pytest
 import torch
 import torch.nn.functional as F
-from transformers import DynamicCache, StaticCache, Trainer, TrainingArguments
 from transformers.integrations import flex_attention
 
-from megatron.hub.export import _CLASSES
+from megatron.hub.export import AUTO_CLASSES
 from megatron.hub.modeling_kerple import (
     KerpleConfig,
     KerpleForCausalLM,
@@ -18,39 +15,7 @@ from megatron.hub.modeling_kerple import (
     KerpleModel,
 )
 from megatron.positional import bounds
-
-SHAPE = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
-SHAPE |= {"num_key_value_heads": 2, "rotary_ndims": 4, "tie_word_embeddings": False}
-EMBEDDINGS = {
-    "kerple_log": {},
-    "rotary": {},
-    "rotary + kerple_log + forget_gate": {"windows": [None, 9]},
-    "fire": {},
-    "kerple_power_mul": {},
-    "log_n + sink + kerple_power": {"qk_norm": True},
-    "learned": {},
-    "kerple_log + rpe": {"document_end": 3, "restart_positions": True},
-}
-"""The embedding, and other keys of the config."""
-
-
-def model_of(pos_emb="kerple_log", kind=KerpleForCausalLM, dtype=torch.float64, **changes):
-    torch.manual_seed(1)
-    config = KerpleConfig(pos_emb=pos_emb, max_position_embeddings=400, **(SHAPE | changes))
-    model = kind(config).to(dtype).eval()
-    with torch.no_grad():
-        for name, each in model.named_parameters():
-            if "theta" not in name:
-                each.add_(torch.randn_like(each), alpha=0.2)
-    return model
-
-
-def tokens(*shape, seed=2):
-    return torch.randint(4, 64, shape, generator=torch.Generator().manual_seed(seed))
-
-
-def close(found, wanted, atol=1e-10):
-    torch.testing.assert_close(found, wanted, rtol=0, atol=atol)
+from tests.helpers.hub import EMBEDDINGS, close, model_of, tokens, trained
 
 
 @pytest.mark.parametrize("pos_emb", EMBEDDINGS)
@@ -131,150 +96,6 @@ def test_scores_are_fp32_under_autocast(name):
     close(logits[mask.bool()].float(), wanted, 0.15)
 
 
-PACKED = [0, 1, 2, 3, 4, 0, 1, 2, 0, 1, 2, 3]
-LENGTHS = torch.tensor([0, 5, 8, 12], dtype=torch.int32)
-NUMBERS = torch.tensor([[0] * 5 + [1] * 3 + [2] * 4])
-
-
-def assert_packed(model, **given):
-    ids = tokens(1, 12)
-    alone = [model(x).logits for x in ids.split([5, 3, 4], dim=1)]
-    close(model(ids, **given).logits, torch.cat(alone, dim=1))
-
-
-def serves_labels(model):
-    ids = tokens(2, 9)
-    out = model(ids, labels=ids)
-    wanted = F.cross_entropy(out.logits[:, :-1].flatten(0, 1).float(), ids[:, 1:].flatten())
-    close(out.loss, wanted, 1e-5)
-
-
-def serves_num_items(model):
-    ids = tokens(2, 9)
-    out, mean = model(ids, labels=ids, num_items_in_batch=4), model(ids, labels=ids).loss
-    close(out.loss, mean * 16 / 4, 1e-5)
-
-
-def serves_logits_to_keep(model):
-    ids = tokens(2, 9)
-    wanted = model(ids).logits
-    close(model(ids, logits_to_keep=2).logits, wanted[:, -2:])
-    places = torch.tensor([1, 4])
-    close(model(ids, logits_to_keep=places).logits, wanted[:, places])
-
-
-def serves_attentions(model):
-    ids = tokens(2, 9)
-    with pytest.raises(ValueError, match="'sdpa' computes no attention probabilities"):
-        model(ids, output_attentions=True)
-    model.set_attn_implementation("eager")
-    found = model(ids, output_attentions=True).attentions
-    assert len(found) == 2 and found[0].shape == (2, 4, 9, 9)
-    for each in found:
-        close(each.sum(-1), torch.ones(2, 4, 9).double())
-        assert (each.triu(1) == 0).all()
-
-
-def serves_hidden_states(model):
-    ids = tokens(2, 9)
-    out = model(ids, output_hidden_states=True)
-    backbone = model.model(ids)
-    first = model.get_input_embeddings()(ids)
-    assert len(out.hidden_states) == 3 and torch.equal(out.hidden_states[0], first)
-    close(out.hidden_states[-1], backbone.last_hidden_state)
-    close(model.output(backbone.last_hidden_state), out.logits)
-    assert isinstance(model(ids, return_dict=False), tuple)
-
-
-def serves_mask(model):
-    ids, short = tokens(2, 9), tokens(1, 4)
-    mask = torch.ones_like(ids)
-    for place, padded in ((slice(5), (5, 0)), (slice(4, None), (0, 5))):
-        mask = torch.ones_like(ids)
-        mask[1, place] = 0
-        both = torch.cat((ids[:1], F.pad(short, padded)))
-        found = model(both, attention_mask=mask).logits[1, mask[1].bool()]
-        close(found, model(short).logits[0])
-    mask[1] = torch.tensor([1, 1, 0, 0, 1, 1, 1, 1, 1])
-    with pytest.raises(ValueError, match="attention_mask between tokens is 0"):
-        model(ids, attention_mask=mask)
-    with pytest.raises(ValueError, match="attention_mask must be 0 for padding and 1"):
-        model(ids, attention_mask=torch.ones_like(ids) * 2)
-    with pytest.raises(ValueError, match=r"attention_mask must be \[2, 9\]"):
-        model(ids, attention_mask=torch.ones(2, 1, 9, 9))
-
-
-def serves_positions(model):
-    assert_packed(model, position_ids=torch.tensor([PACKED]))
-    with pytest.raises(ValueError, match="position_ids must rise by 1"):
-        model(tokens(1, 3), position_ids=torch.tensor([[0, 2, 3]]))
-    rotary = model_of("learned")
-    later = rotary(tokens(1, 5), position_ids=torch.arange(7, 12)[None]).logits
-    assert (later - rotary(tokens(1, 5)).logits).abs().max() > 0.1
-
-
-def serves_cache(model):
-    ids = tokens(1, 9)
-    for cache in (DynamicCache(), StaticCache(model.config, max_cache_len=20)):
-        first = model(ids[:, :6], past_key_values=cache).logits
-        rest = [model(ids[:, i : i + 1], past_key_values=cache).logits for i in range(6, 9)]
-        close(torch.cat((first, *rest), dim=1), model(ids).logits)
-
-
-def serves_use_cache(model):
-    assert model(tokens(1, 3), use_cache=False).past_key_values is None
-    assert model(tokens(1, 3), use_cache=True).past_key_values.get_seq_length() == 3
-
-
-def serves_embeds(model):
-    ids = tokens(1, 5)
-    close(model(inputs_embeds=model.get_input_embeddings()(ids)).logits, model(ids).logits)
-    with pytest.raises(ValueError, match="either input_ids or inputs_embeds"):
-        model()
-
-
-def serves_lengths(model):
-    """They are the largest of the document lengths, which no result depends on."""
-    given = {"cu_seq_lens_q": LENGTHS, "cu_seq_lens_k": LENGTHS}
-    assert_packed(model, **given, max_length_q=5, max_length_k=5)
-    assert_packed(model, **given, max_length_q=1, max_length_k=1)
-
-
-def serves_documents(model):
-    assert_packed(model, cu_seq_lens_q=LENGTHS, cu_seq_lens_k=LENGTHS)
-    assert_packed(model, position_ids=torch.tensor([PACKED]), cu_seq_lens_q=LENGTHS)
-    assert_packed(model, seq_idx=NUMBERS)
-    assert_packed(model, cu_seq_lens_k=LENGTHS, seq_idx=NUMBERS)
-    with pytest.raises(ValueError, match="cu_seq_lens_q/k mean different documents"):
-        model(tokens(1, 12), seq_idx=NUMBERS, cu_seq_lens_q=torch.tensor([0, 12]))
-
-
-SERVED = {
-    "input_ids": serves_embeds, "inputs_embeds": serves_embeds, "attention_mask": serves_mask,
-    "position_ids": serves_positions, "past_key_values": serves_cache, "labels": serves_labels,
-    "use_cache": serves_use_cache, "output_attentions": serves_attentions,
-    "output_hidden_states": serves_hidden_states, "logits_to_keep": serves_logits_to_keep,
-    "num_items_in_batch": serves_num_items,
-    "cu_seq_lens_q": serves_documents, "cu_seq_lens_k": serves_documents,
-    "max_length_q": serves_lengths, "max_length_k": serves_lengths, "seq_idx": serves_documents,
-}  # fmt: skip
-"""The test of each argument of `forward`."""
-
-
-def test_forward_serves_each_of_its_arguments():
-    of_model = inspect.signature(KerpleForCausalLM.forward).parameters
-    assert of_model.keys() - {"self"} == SERVED.keys()
-    for kind in (KerpleModel, KerpleForSequenceClassification):
-        assert inspect.signature(kind.forward).parameters.keys() <= of_model.keys()
-    model = model_of()
-    for unknown in ("token_type_ids", "head_mask", "cache_position", "shift_labels"):
-        with pytest.raises(TypeError, match=f"unexpected keyword argument '{unknown}'"):
-            model(tokens(1, 3), **{unknown: None})
-    for serves in dict.fromkeys(SERVED.values()):
-        with torch.no_grad():
-            serves(model_of())
-
-
 def test_classification_reads_the_last_token_that_is_not_padding():
     model = model_of(kind=KerpleForSequenceClassification, num_labels=3)
     ids, mask = tokens(2, 9), torch.ones(2, 9, dtype=torch.int64)
@@ -296,16 +117,6 @@ def test_gradient_checkpointing_changes_nothing(reentrant):
     model.gradient_checkpointing_enable({"use_reentrant": reentrant})
     model(ids, labels=ids).loss.backward()
     close([x.grad for x in model.parameters()], list(wanted))
-
-
-def trained(model, folder, **options):
-    data = [{"input_ids": ids, "labels": ids} for ids in tokens(8, 12)]
-    settings = {"max_steps": 50, "report_to": [], "use_cpu": True, "save_strategy": "no"}
-    settings |= {"per_device_train_batch_size": 2, "disable_tqdm": True, "logging_strategy": "no"}
-    arguments = TrainingArguments(str(folder), **(settings | options))
-    trainer = Trainer(model, arguments, train_dataset=data)
-    trainer.train()
-    return trainer
 
 
 @pytest.mark.parametrize("optimizer", ["adamw_torch", "sgd", "adafactor"])
@@ -352,4 +163,4 @@ def test_another_optimizer_is_followed_by_the_next_pass():
 
 def test_each_class_of_the_export_exists():
     kinds = (KerpleConfig, KerpleModel, KerpleForCausalLM, KerpleForSequenceClassification)
-    assert {*_CLASSES.values()} == {kind.__name__ for kind in kinds}
+    assert {*AUTO_CLASSES.values()} == {kind.__name__ for kind in kinds}

@@ -1,6 +1,6 @@
 """Time the exported class of transformers beside transformers' GPTNeoX with SDPA, on the CPU.
 
-    python benchmarks/hub_forward.py --out benchmarks/results/hub_forward.md
+    python benchmarks/host/hub_forward.py --out benchmarks/results/hub_forward.md
 
 Both models have random weights, and the same layers, width, heads and vocabulary. A step is the
 forward and the backward pass of one text. A token is decoded with a cache, after a prompt. The
@@ -84,7 +84,7 @@ def main() -> None:
     torch.set_num_threads(1)
     shape = f"{args.layers} layers, width {args.width}, {args.pos_emb}, one thread"
     lines = ["# Exported models beside GPTNeoX", ""]
-    lines += [f"- {fact}" for fact in (*facts("benchmarks/hub_forward.py"), shape)]
+    lines += [f"- {fact}" for fact in (*facts("benchmarks/host/hub_forward.py"), shape)]
     lines += ["", HEAD]
     for line in rows(args.layers, args.width, args.pos_emb, args.lengths):
         lines.append(line)
