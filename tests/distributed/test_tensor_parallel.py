@@ -210,6 +210,8 @@ def test_its_checkpoint_holds_the_whole_model(runs, stage, precision):
     assert ours.keys() == truth.keys()
     for name, value in truth.items():
         assert ours[name].shape == value.shape, name
+        if name.endswith("key_norm.bias"):
+            continue  # softmax cancels it without rotary: its gradient is rounding alone
         error = (ours[name].float() - value).abs().max()
         # Adam turns a sign flip of a tiny bf16 gradient into a whole step of 0.01
         assert error < (1e-5 if precision == "fp32" else 0.1), name
