@@ -121,16 +121,16 @@ class Groups:
             )
         ranks = np.arange(self.world_size).reshape(pipe_size, -1, context_size, model_size)
         ((pipe_rank, data_rank, context_rank, model_rank),) = np.argwhere(ranks == self.rank)
-        tensor = self._group_along(ranks, 3) if model_size > 1 else None
-        context = self._group_along(ranks, 2) if context_size > 1 else None
         return replace(
             self,
             data=self._group_along(ranks, 1),
             data_rank=int(data_rank),
             data_size=ranks.shape[1],
             replicas=self._group_along(ranks, 1, 2),
-            model=TensorGroup(tensor, int(model_rank), model_size, sequence_parallel),
-            context=TensorGroup(context, int(context_rank), context_size),
+            model=TensorGroup(
+                self._group_along(ranks, 3), int(model_rank), model_size, sequence_parallel
+            ),
+            context=TensorGroup(self._group_along(ranks, 2), int(context_rank), context_size),
             pipe=self._group_along(ranks, 0) if pipe_size > 1 else None,
             pipe_rank=int(pipe_rank),
             pipe_size=pipe_size,

@@ -75,6 +75,7 @@ class EventLog:
         threads: Maps the number of each thread that communicates to its events in order.
         members: Maps the text of a group to its ranks. Groups of the same ranks have different
             texts, such as "0 to 3" and "0 to 3 (group 2 of these)".
+        here: Has the attribute `paused`, which is true in a thread that is not recorded now.
     """
 
     def __init__(self, reply: Reply | None = None):
@@ -83,7 +84,7 @@ class EventLog:
         self.members: dict[str, list[int]] = {}
         self._texts: dict[str, str] = {}
         self._count: Counter[str] = Counter()
-        self._here = threading.local()
+        self.here = threading.local()
         self.name(dist.group.WORLD)
 
     def name(self, group: Any) -> None:
@@ -109,7 +110,7 @@ class EventLog:
             group: The process group; None is the group of all ranks.
             peer: The number in `group` of the rank that `Event.peer` describes.
         """
-        if getattr(self._here, "paused", False):
+        if getattr(self.here, "paused", False):
             return
         text = self._texts[(group or dist.distributed_c10d._get_default_group()).group_name]
         rank = None if peer is None else self.members[text][peer]
@@ -121,9 +122,9 @@ class EventLog:
     @contextmanager
     def paused(self) -> Iterator[None]:
         """Record nothing of this thread during the `with` block."""
-        self._here.paused = True
+        self.here.paused = True
         yield
-        self._here.paused = False
+        self.here.paused = False
 
 
 def _recorded(log: EventLog, op: str) -> Callable[..., Any]:

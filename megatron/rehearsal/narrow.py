@@ -31,8 +31,8 @@ def narrow(config: Config, folder: Path) -> list[str]:
 
     The rehearsed job takes one step, validates and saves. Each head has few dimensions, and each
     sequence few tokens. A step has as many micro-batches as fill the pipeline, and one more. Blocks
-    communicate alike, so there is one for each stage (two without a pipeline), and those that a
-    division leaves over. If a key names the layers one by one, all of them remain.
+    communicate in the same way, so there is one for each stage (two without a pipeline), and those
+    that a division leaves over. If a key names the layers one by one, all of them remain.
     """
     m, p, layers = config.model, config.parallel, config.model.num_layers
     slices, stages = p.context_parallel_size * p.model_parallel_size, p.pipe_parallel_size

@@ -80,7 +80,7 @@ class Dispatched(TorchDispatchMode):
         self.log, self.count = log, 0
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        is_recorded = not getattr(self.log._here, "paused", False)
+        is_recorded = not getattr(self.log.here, "paused", False)
         self.count += func.namespace == "c10d" and is_recorded
         return func(*args, **(kwargs or {}))
 
