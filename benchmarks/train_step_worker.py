@@ -41,7 +41,6 @@ PARTS = {
     "attention": (
         "kerple::",
         "Blocked",
-        "ShortAttention",
         "scaled_dot_product",
         "_flash_attention",
     ),

@@ -43,7 +43,6 @@ from megatron.attention.backend import Backend, wants_gradients
 from megatron.attention.call import Call
 from megatron.attention.eager import eager
 from megatron.attention.tiled.blocked_function import arguments_of, run
-from megatron.attention.tiled.short_attention import ShortAttention, is_short
 
 # As `torch.compiler.disable`, which would import the compiler now. This does so when it is called.
 _outside_of_graphs = torch._disable_dynamo(run)  # pyright: ignore[reportPrivateImportUsage]
@@ -57,8 +56,6 @@ def blocked(call: Call) -> Any:
     if is_compiling() and inputs[-2] is None:
         # without keeping P, whose size may depend on where documents start
         return operations.blocked(*inputs[:-2], *others[:3])
-    if inputs[-2] is None and not call.return_lse and is_short(*inputs[:-2], *others[:3]):
-        return ShortAttention.apply(*inputs[:4], call.scale)
     return (_outside_of_graphs if is_compiling() else run)(inputs, others)
 
 

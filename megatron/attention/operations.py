@@ -30,7 +30,6 @@ import torch
 from torch import Tensor
 
 from megatron.attention.backend import AttentionError
-from megatron.attention.tiled import short_attention
 from megatron.attention.tiled.blocked_call import BlockedCall
 
 if TYPE_CHECKING:
@@ -58,9 +57,6 @@ _TENSORS = 9
 )
 def blocked(*arguments: Any) -> Tensor:
     """Return the attention output. The arguments are those of `BlockedCall`."""
-    if short_attention.is_short(*arguments):
-        q_BHTE, k_BHSE, v_BHSE, bias_HS, *_ = arguments
-        return short_attention.forward(q_BHTE, k_BHSE, v_BHSE, bias_HS, arguments[9]).contiguous()
     return BlockedCall(*arguments).forward(None)
 
 
@@ -76,12 +72,6 @@ def blocked_backward(grad_BHTE: Tensor, *arguments: Any) -> list[Tensor]:
     The list lacks gradients that are not needed, and gradients of inputs that are None.
     """
     *inputs, need_bias, need_weight = arguments
-    if short_attention.is_short(*inputs):
-        q, k, v, bias_HS, *_ = inputs
-        kept, scale = [], inputs[9]
-        short_attention.forward(q, k, v, bias_HS, scale, kept)
-        found = short_attention.backward(grad_BHTE, q, k, v, kept, scale, need_bias=need_bias)
-        return [x.contiguous() for x in found if x is not None]
     call = BlockedCall(*inputs)
     found = call.backward(grad_BHTE, None, need_bias=need_bias, need_weight=need_weight)
     return [x for x in found if x is not None]

@@ -7,9 +7,9 @@ import math
 import pytest
 import torch
 
-from megatron.attention import attend, blocked
+from megatron.attention import attend
 from megatron.attention.choice import BACKENDS
-from megatron.attention.tiled import short_attention
+from megatron.attention.tiled import blocked_function
 from tests.helpers.terms import Case
 
 QUERIES, KEYS, BAD = 40, 44, 17
@@ -121,11 +121,9 @@ def test_fused_keeps_a_bad_key_in_its_rows_forward():
 
 def test_finite_numbers_are_computed_once(monkeypatch):
     """Large ones too, whose sum overflows: the second result is the same."""
-    monkeypatch.setattr(short_attention, "LONGEST", 0)
-    calls, made = [], blocked.BlockedCall
-    monkeypatch.setattr(
-        blocked, "BlockedCall", lambda *args, **rest: calls.append(1) or made(*args, **rest)
-    )
+    calls, made = [], blocked_function.BlockedCall
+    counted = lambda *args, **rest: calls.append(1) or made(*args, **rest)  # noqa: E731
+    monkeypatch.setattr(blocked_function, "BlockedCall", counted)
     q, k, v = torch.randn(3, 1, 1, 20, 8).unbind()
     pos = Case((), 1, 1, 2).pos
     attend(q, k, v, pos, backend="blocked")

@@ -77,20 +77,3 @@ def add_diagonal_sums(reversed_HS: Tensor, matrix_BHRn: Tensor) -> None:
             matrix_HRn.storage_offset() + 1,
         )
         reversed_HS[:, first + 1 :] += diagonals_HRx.sum(1)
-
-
-def diagonal_sums(matrix_HRn: Tensor, first: int) -> Tensor:
-    """Return the sums of a block's entries at each query-key distance 0 ... n-1, [heads, n].
-
-    Here the query rows are in the usual order. In rows of n + 1 entries instead of n, the entries
-    at one distance are in one column: key c of row r is in column (c - r) mod (n + 1), and c - r is
-    first - d at distance d.
-
-    Args:
-        matrix_HRn: The block. Entries for future keys must be exactly 0.
-        first: The position of the first row. The last key is at the position of the last row.
-    """
-    rows, keys = matrix_HRn.shape[1:]
-    padded_HX = torch.nn.functional.pad(matrix_HRn.flatten(1), (0, rows))
-    sums_Hc = padded_HX.unflatten(1, (rows, keys + 1)).sum(1)
-    return torch.cat((sums_Hc[:, : first + 1].flip(1), sums_Hc[:, first + 2 :].flip(1)), dim=1)

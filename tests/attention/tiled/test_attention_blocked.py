@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch.utils.checkpoint import checkpoint
 
 from megatron.attention import attend
-from megatron.attention.tiled import blocked_call, short_attention, tiles
+from megatron.attention.tiled import blocked_call, tiles
 from megatron.positional import load, within_bounds
 from tests.helpers.embeddings import PLAIN
 
@@ -64,17 +64,13 @@ def test_every_embedding(name, dtype):
     later=st.integers(0, 3),
     size=st.integers(1, 9),
     small=st.booleans(),
-    longest=st.sampled_from([0, 256]),
 )
-def test_any_shape(name, batch, heads, queries, offset, later, size, small, longest):
+def test_any_shape(name, batch, heads, queries, offset, later, size, small):
     """Incomplete blocks, one row or key, many tiles, cached keys and unused later keys work."""
     keys = offset + queries + later
     size += size % 2 if name == "rotary" else 0  # it turns pairs of dimensions
     case = make(name, batch, heads, queries, keys, size, seed=queries)
-    with (
-        mock.patch.multiple(tiles, **(SMALL_TILES if small else {"MAX_ROWS": 128})),
-        mock.patch.object(short_attention, "LONGEST", longest),
-    ):
+    with mock.patch.multiple(tiles, **(SMALL_TILES if small else {"MAX_ROWS": 128})):
         got = run("blocked", *case, query_offset=offset)
     assert_same(got, run("eager", *case, query_offset=offset), 1e-12)
 
@@ -88,8 +84,7 @@ def test_one_new_query_on_cached_keys(name):
 
 
 @pytest.mark.parametrize("dropout_p", [0.0, 0.3])
-def test_keeping_the_softmax_changes_no_bit(dropout_p, monkeypatch):
-    monkeypatch.setattr(short_attention, "LONGEST", 0)
+def test_keeping_the_softmax_changes_no_bit(dropout_p):
     case = make("kerple_log", 2, 3, 70, 70, 16, torch.float32)
     results = []
     for share in (0.0, 100.0, 100.0):
