@@ -86,8 +86,7 @@ def generate(
         copies = [(n, k) for n in range(len(prompts)) for k in range(options.samples)]
         prompts, texts = ([of[n] for n, _ in copies] for of in (prompts, texts or [""]))
         # The last token is chosen, but never read.
-        longest = max(map(len, prompts)) + options.max_new_tokens - 1
-        model.embedding.require_positions(longest)
+        model.embedding.require_positions(max(map(len, prompts)) + options.max_new_tokens - 1)
         streams = len(texts) == 1 and not options.as_json
         if streams:
             write(texts[0])
