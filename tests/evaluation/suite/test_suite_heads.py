@@ -47,9 +47,8 @@ def test_the_numbers_are_those_of_the_formulas():
     block = model.layers[0]
     tokens = torch.as_tensor(SHORT.sequences_nT[:, :64])
     attend, seen = block.attention.attend, []
-    vars(block.attention)["attend"] = lambda *given, **keys: (
-        seen.append(given) or attend(*given, **keys)
-    )
+    watched = vars(block.attention)
+    watched["attend"] = lambda *given, **keys: seen.append(given) or attend(*given, **keys)
     model(tokens)
     watched["attend"] = attend
     q, k = seen[0][:2]
