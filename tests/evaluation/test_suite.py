@@ -287,6 +287,9 @@ def test_the_command_measures_an_imported_checkpoint(tmp_path, monkeypatch, caps
     page = (run / "suite" / "report.md").read_text()
     for name, measure in report["measures"].items():
         assert measure["says"] in page
+        if name == "ruler":  # texts of 128 tokens are too short for its questions
+            assert measure["rows"] == [] and not (run / "suite" / "ruler.csv").exists()
+            continue
         with (run / "suite" / f"{name}.csv").open() as file:
             assert len(list(csv.DictReader(file))) == len(measure["rows"])
     pictures = {path.stem for path in (run / "suite").glob("*.png")}

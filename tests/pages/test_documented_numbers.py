@@ -13,7 +13,7 @@ import pytest
 from megatron.evaluation.suite.intervals import Estimate
 from megatron.evaluation.suite.recall import NOTICEABLE
 from megatron.readable_numbers import told_apart
-from tests.evaluation.confusion import table
+from tests.evaluation.suite.confusion import table
 
 
 def rows(page: Path, heading: str, start: str = "|") -> list[dict[str, str]]:

@@ -13,7 +13,7 @@ from megatron.evaluation.suite import recall
 from megatron.evaluation.suite.measure import Sample, Subject
 from megatron.evaluation.suite.ruler import TASKS, WORDS, ruler
 from megatron.parallel.groups import build_groups
-from tests.evaluation.planted import Ascii
+from tests.evaluation.suite.planted import Ascii
 from tests.helpers.pipelines import write_pipeline
 
 GROUPS = build_groups(torch.device("cpu"))

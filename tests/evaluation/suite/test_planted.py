@@ -6,8 +6,8 @@ import csv
 
 import pytest
 
-from tests.evaluation.confusion import judged, rows_of
-from tests.evaluation.planted import EXPECTED, NAMES
+from tests.evaluation.suite.confusion import judged, rows_of
+from tests.evaluation.suite.planted import EXPECTED, NAMES
 
 
 @pytest.mark.parametrize("name", ["bag of words", "harmful cache", "order-blind copier"])

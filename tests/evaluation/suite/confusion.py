@@ -1,6 +1,6 @@
 """Compare the suite's answers about planted models with the expected ones; write a table.
 
-    python -m tests.evaluation.confusion --seeds 0 1 --out docs/results/suite_planted.csv
+    python -m tests.evaluation.suite.confusion --seeds 0 1 --out docs/results/suite_planted.csv
 
 Each seed draws another language, other documents and other random weights. The table has a line for
 each model, seed and question.
@@ -19,7 +19,7 @@ from typing import Any
 from megatron.evaluation.suite.all_measures import measure_with_progress
 from megatron.evaluation.suite.measure import Measure
 from megatron.evaluation.suite.verdict import far_text
-from tests.evaluation.planted import EXPECTED, NAMES, Ascii, Language, subject_of
+from tests.evaluation.suite.planted import EXPECTED, NAMES, Ascii, Language, subject_of
 
 TOKENS = 8192
 """The tokens that each result reads, as `eval_suite_tokens` gives them."""

@@ -46,8 +46,12 @@ def test_the_numbers_are_those_of_the_formulas():
     rows = measured(model)["heads_layer0"].rows
     block = model.layers[0]
     tokens = torch.as_tensor(SHORT.sequences_nT[:, :64])
-    x_BTD = block.input_layernorm(model.embedding(tokens, None)[0])
-    q, k, _ = block.attention._queries_keys_values(x_BTD)
+    attend, seen = block.attention.attend, []
+    watched = vars(block.attention)
+    watched["attend"] = lambda *given, **keys: seen.append(given) or attend(*given, **keys)
+    model(tokens)
+    watched["attend"] = attend
+    q, k = seen[0][:2]
     back = torch.arange(64)[:, None] - torch.arange(64) + 1
     slopes = torch.tensor([2.0 ** -(2 * (head + 1)) for head in range(4)])
     scores = q @ k.repeat_interleave(2, 1).mT / 8**0.5 - slopes[:, None, None] * (back - 1)
