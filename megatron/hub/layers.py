@@ -96,7 +96,7 @@ class Theta(nn.Module):
 
     def __init__(self, pos: PositionalEmbedding, heads: int):
         super().__init__()
-        self.pos, self.heads = pos, heads
+        self.pos = pos
         wide = torch.promote_types(torch.get_default_dtype(), torch.float32)
         self.theta = nn.Parameter(pos.initial_theta(heads).to(wide))
         _LIVE.add(self)
