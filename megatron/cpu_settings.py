@@ -28,7 +28,7 @@ def choose_waiting() -> None:
     """
     if VARIABLES & set(os.environ):
         return
-    spin, why = _spin(_running(), os.cpu_count() or 1)
+    spin, why = spin_count(running_threads(), os.cpu_count() or 1)
     os.environ.update(OMP_WAIT_POLICY="PASSIVE", GOMP_SPINCOUNT=str(spin))
     _chosen.append(why)
 
@@ -62,7 +62,7 @@ def keep_memory() -> None:
         mallopt(mmap_threshold, 32 << 20)
 
 
-def _spin(running: int | None, processors: int) -> tuple[int, str]:
+def spin_count(running: int | None, processors: int) -> tuple[int, str]:
     """Return the number of spins and the reason.
 
     Args:
@@ -72,13 +72,13 @@ def _spin(running: int | None, processors: int) -> tuple[int, str]:
     threads = int(given) if given.isdecimal() else len(os.sched_getaffinity(0))
     if running is None:
         return SHORT_SPIN, "the load of this machine is unknown"
-    if _limited(threads):
+    if is_limited(threads):
         return SHORT_SPIN, f"this container may use fewer than {threads} processors"
     load = f"{running} other threads ran at the start, on {processors} processors"
     return (LONG_SPIN if threads + running <= processors else SHORT_SPIN), load
 
 
-def _running(source: Path = Path("/proc/loadavg")) -> int | None:
+def running_threads(source: Path = Path("/proc/loadavg")) -> int | None:
     """Return how many threads run or wait for a processor, this one not counted, or None."""
     counts = []
     for _ in range(SAMPLES):
@@ -90,7 +90,7 @@ def _running(source: Path = Path("/proc/loadavg")) -> int | None:
     return sorted(counts)[SAMPLES // 2]
 
 
-def _limited(threads: int, source: Path = Path("/sys/fs/cgroup/cpu.max")) -> bool:
+def is_limited(threads: int, source: Path = Path("/sys/fs/cgroup/cpu.max")) -> bool:
     """Return whether a control group gives this process less time than `threads` can use."""
     try:
         quota, period = source.read_text().split()

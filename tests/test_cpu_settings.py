@@ -30,10 +30,10 @@ def test_threads_spin_for_long_only_on_an_idle_machine(
         load.write_text(f"3.14 2.00 1.00 {running + 1}/163 2718\n")
     (tmp_path / "cpu.max").write_text(quota + "\n")
     monkeypatch.setenv("OMP_NUM_THREADS", threads)
-    assert cpu_settings._running(load) == running
-    limited = cpu_settings._limited
-    monkeypatch.setattr(cpu_settings, "_limited", lambda n: limited(n, tmp_path / "cpu.max"))
-    found, reason = cpu_settings._spin(running, processors=2)
+    assert cpu_settings.running_threads(load) == running
+    limited = cpu_settings.is_limited
+    monkeypatch.setattr(cpu_settings, "is_limited", lambda n: limited(n, tmp_path / "cpu.max"))
+    found, reason = cpu_settings.spin_count(running, processors=2)
     assert found == spin and why in reason
 
 
