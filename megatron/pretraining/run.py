@@ -22,7 +22,7 @@ from megatron.engine.checkpoint.record import RunDescription
 from megatron.engine.checkpoint.resume import restore
 from megatron.engine.checkpoint.saved_checkpoints import Saved, newest
 from megatron.engine.checkpoint.write import Destination
-from megatron.engine.errors import BadLossError, CheckpointError, DivergedError
+from megatron.engine.errors import BadLossError, DivergedError
 from megatron.engine.job.agreement import require_agreement, settings_of
 from megatron.engine.job.join import joined_job
 from megatron.engine.job.lease import Confirm, sole_writer, unleased
@@ -44,7 +44,7 @@ from megatron.evaluation.by_length import draw_kernels, evaluate_lengths
 from megatron.evaluation.held_out import log_final_losses, validation
 from megatron.evaluation.losses import MeasuredModel
 from megatron.evaluation.published_losses import log_published_losses
-from megatron.files import existing, why_unwritable, write_text
+from megatron.files import write_text
 from megatron.model.embedding import scale_distances
 from megatron.parallel.groups import Groups
 from megatron.parallel.rng import derived_seed
@@ -52,7 +52,7 @@ from megatron.pretraining.fading import Fading
 from megatron.pretraining.first_lines import first_lines
 from megatron.pretraining.provenance import record_start
 from megatron.pretraining.retrofit import retrofit_of
-from megatron.pretraining.saving import Saving, said_what_is_saved
+from megatron.pretraining.saving import Saving, require_writable, said_what_is_saved
 from megatron.pretraining.validation import Validation, is_owed
 from megatron.run_folder import RunFolder
 
@@ -86,9 +86,7 @@ def train(config: Config, *, verbose: bool = False, allow_fallback: bool = False
     with joined_job(config.parallel, verbose=verbose) as groups, ExitStack() as stack:
         confirm = unleased
         if save and config.training.train_iters > 0 and groups.is_main:
-            if why := why_unwritable(existing(Path(save))):
-                text = f"save: {save}: {existing(Path(save))} {why}; write another folder"
-                raise CheckpointError(text)
+            require_writable(Path(save))
             confirm = stack.enter_context(sole_writer(Path(save)))
         Job(config, groups, allow_fallback=allow_fallback, confirm=confirm).run()
     return preemption.finish()
@@ -295,13 +293,8 @@ class Job:
         self.engine.eval()
         scale_distances(self.model, self.config.evaluation.eval_distance_scale)
         model = MeasuredModel(
-            self.config,
-            self.groups,
-            loss_function(self.engine, self.groups),
-            self.model.pos,
-            self.data.tokenizer,
-            self.theta.master_of_all_heads(),
-            self.progress.step,
-        )
+            self.config, self.groups, loss_function(self.engine, self.groups), self.model.pos,
+            self.data.tokenizer, self.theta.master_of_all_heads(), self.progress.step,
+        )  # fmt: skip
         evaluate_lengths(model, self.data.text, self.run_dir, log.line)
         log.pictures(self.progress.step, self.run_dir)
