@@ -10,9 +10,20 @@ from pathlib import Path
 from megatron.data.samples.loader import TrainLoader
 from megatron.engine.checkpoint.async_save import Saver
 from megatron.engine.checkpoint.record import TrainingProgress
-from megatron.engine.errors import DivergedError
+from megatron.engine.errors import CheckpointError, DivergedError
 from megatron.engine.training.hooks import Hook, Step, state_of
+from megatron.files import existing, why_unwritable
 from megatron.run_folder import RunFolder
+
+
+def require_writable(save: Path) -> None:
+    """Check that the folder `save` can be written.
+
+    Raises:
+        CheckpointError: It cannot.
+    """
+    if why := why_unwritable(there := existing(save)):
+        raise CheckpointError(f"save: {save}: {there} {why}; write another folder")
 
 
 @contextmanager

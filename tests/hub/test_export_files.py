@@ -283,8 +283,7 @@ def test_an_export_to_a_full_disk(run, call, tmp_path, full_disk, monkeypatch):
 
 def test_what_cannot_be_exported_is_refused_at_once(run, call, tmp_path, monkeypatch):
     assert "no such folder; name the `save` folder" in call(tmp_path / "no", "out", code=2)
-    target = tmp_path / "out"
-    target.mkdir()
+    (target := tmp_path / "out").mkdir()
     (target / "a").touch()
     assert "is not empty; remove it, or name another" in call(run, target, code=1)
     assert contents(target) == ["a"] and not (target / "a").unlink()
