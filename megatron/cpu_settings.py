@@ -34,7 +34,7 @@ def choose_waiting() -> None:
 
 
 def described_waiting() -> str:
-    """Return how this process's threads wait, and why, for the log."""
+    """Return a text for the log: how this process's threads wait, and why in this way."""
     values = (f"{name}={os.environ[name]}" for name in sorted(VARIABLES) if name in os.environ)
     return (
         f"{', '.join(values) or 'default'} ({_chosen[0] if _chosen else 'as the environment says'})"
@@ -52,8 +52,9 @@ def waiting_of_children(count: int) -> dict[str, str]:
 def keep_memory() -> None:
     """Let the process keep freed memory, instead of returning it to the system.
 
-    The next step then uses this memory again, without a page fault for every 4 kB. The peak is the
-    same. The thresholds are the largest that glibc allows. Other C libraries lack the function.
+    The next step then uses this memory again, without a page fault for every 4 kB. The largest
+    amount of memory in use stays the same. This sets the two sizes above which glibc's `malloc`
+    returns memory to the largest values that it allows. Other C libraries are left as they are.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:

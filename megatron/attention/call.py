@@ -148,14 +148,14 @@ class Call:
 def lowered(call: Call, *, grouped: bool, tempered: bool = False) -> Call:
     """Return an equivalent call that is simpler for a backend to compute.
 
-    In the returned call, q has been multiplied by the embedding's temperature, and `sink_H` holds
-    the logits of the embedding's sink. The last key is at the last query's position. `pos` is the
-    distance kernel alone, and `theta_HN` holds only the parameters of this kernel.
+    The returned call has these properties. The embedding's temperature has been multiplied into q.
+    `sink_H` holds the logits of the embedding's sink. Keys after the last query's position have
+    been cut off. `pos` is the distance kernel alone, and `theta_HN` holds only its parameters.
 
     Args:
         grouped: Whether k and v may keep fewer heads than q. Otherwise the heads of k and v are
             repeated.
-        tempered: Whether the temperature stays a part of `pos` instead of being multiplied into q.
+        tempered: Whether the temperature stays a part of `pos`, and q stays as it is.
     """
     k_BKSE, v_BKSE, decay_BHS = call.k_BKSE, call.v_BKSE, call.decay_BHS
     group = call.q_BHTE.shape[1] // k_BKSE.shape[1]

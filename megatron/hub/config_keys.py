@@ -157,7 +157,7 @@ def misfits(config: Config) -> list[str]:
 
 
 def _differences(config: Config, kind: HubClass) -> list[str]:
-    """Return the names of the properties that a model of class `kind` cannot have."""
+    """Return the names of the properties of `config`'s model that class `kind` cannot have."""
     m = config.model
     if m.activation not in kind.activations.values():
         return [*_computed(config)]

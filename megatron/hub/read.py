@@ -79,7 +79,7 @@ def read_weights(folder: Path, layout: Mapping[str, Parts]) -> dict[str, Tensor]
     """Read our weights from the safetensors of `folder`.
 
     Args:
-        layout: Maps the name of each of our weights to the tensors in the files that form it.
+        layout: For each of our weights, by name: the tensors of the files that it consists of.
 
     Raises:
         HubError: A file is missing or damaged, or the tensors are not those of the model.

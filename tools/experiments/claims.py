@@ -184,7 +184,8 @@ def _side(results: Frame, names: Mapping[str, str]) -> Frame:
     """Return the values of one side of a claim, indexed by seed.
 
     Args:
-        names: The side's value on each axis, and its `length`.
+        names: The rows of `results` that form the side: its value on each axis of the grid, and the
+            `length`.
     """
     for key in names.keys() - {"length"}:
         results = results[results[key] == names[key]]
@@ -201,7 +202,7 @@ def _by_seed(results: Frame) -> Frame:
 
 
 def _paired(*series: Frame, logarithm: bool) -> np.ndarray:
-    """Return the values of each series, or their logarithms, for the seeds that all have."""
+    """Return each series' values (or their logarithms) at the seeds that are in every series."""
     shared = pd.concat(series, axis=1, join="inner").sort_index().to_numpy()
     return (np.log(shared) if logarithm else shared).T
 

@@ -31,7 +31,7 @@ class Translation:
         self.problems.append(Problem(mark, key, text))
 
     def note(self, key: str, value: Any, reason: str) -> None:
-        """Add a note that `key` has no effect, unless `value` is false or empty."""
+        """Add a note that `key` has no effect. If `value` is false or empty, add nothing."""
         if value not in (False, None) and value != [] and value != {}:
             self.notes.append(f"{key}: accepted, without effect here ({reason})")
 

@@ -62,7 +62,10 @@ class Published:
     notes: list[str] = field(default_factory=list)
 
     def about(self) -> dict[str, Any]:
-        """Return the values that an import records so that an export can restore the files."""
+        """Return facts about the checkpoint's files, as a dict.
+
+        An import records them, so that an export can write such files again.
+        """
         shape = asdict(self.shape)
         return {"shape": shape, "schedule": self.schedule, "args": self.args}
 

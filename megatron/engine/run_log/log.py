@@ -46,7 +46,8 @@ class RunLog:
 
     Args:
         run_dir: The folder for `log.txt`, `metrics.jsonl` and wandb's files, created if it does
-            not exist. None writes no files and leaves wandb's in wandb's default folder.
+            not exist. If None, `log.txt` and `metrics.jsonl` are not written, and
+            wandb's files are in wandb's default folder.
         settings: The config section that turns wandb and TensorBoard on. TensorBoard's event files
             are in a subfolder of `tensorboard_dir` with the name of `run_dir`.
         is_main: Whether this process is the main rank.

@@ -152,11 +152,13 @@ Fact = tuple[np.ndarray, np.ndarray, np.ndarray]
 
 
 def with_controls(facts: list[Fact], others: list[int], asked: list[int]) -> Puzzle:
-    """Return the puzzle that hides `facts` and asks for the answers of some of them.
+    """Return the puzzle that hides `facts` and asks for some of their answers, with its controls.
+
+    A control is the same puzzle with other answers in the text (see `Puzzle`).
 
     Args:
-        others: For each fact, the number of the fact whose answer it gets in the control `binding`.
-            If no answer moves, this control is left out.
+        others: In the control `binding`, fact i has the answer of fact `others[i]`. This control is
+            left out if every fact keeps its own answer.
         asked: The numbers of the facts that are asked for, one after the other.
     """
     statements = [np.concatenate(fact) for fact in facts]
