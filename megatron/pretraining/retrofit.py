@@ -139,7 +139,8 @@ def retrofit_of(config: Config, start: Start, new: PositionalEmbedding) -> Retro
         new: The positional embedding of the run's model.
 
     Raises:
-        CheckpointError: The config sets `retrofit_anneal`, and no rotary embedding can fade.
+        CheckpointError: The config sets `retrofit_anneal`, and no rotary embedding can fade; or the
+            positions differ and the config names no `pos_emb`.
     """
     saved, c, layers = start.saved, config.checkpoint, config.model.num_layers
     if saved is None or not c.finetune or start.resumes:
@@ -159,6 +160,11 @@ def retrofit_of(config: Config, start: Start, new: PositionalEmbedding) -> Retro
     same = all(old.of_layer(layer) == new.of_layer(layer) for layer in range(layers))
     if same and windows[0] == windows[1]:
         return None
+    if not same and "pos_emb" not in config.origins:
+        raise CheckpointError(
+            f"{saved.path} was trained with pos_emb: {source.model.pos_emb}, and the config names no "
+            "pos_emb; write this one, or the one that the model should have from now on"
+        )
     gentle, length = c.retrofit_init != "drawn", config.model.seq_length
     change = ChangedPositions(old, new, layers, length, gentle, tuple(config.model.theta_init))
     return Retrofit(config, source, saved, change)

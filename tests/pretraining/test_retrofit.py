@@ -198,7 +198,11 @@ def test_models_that_differ_in_more_are_refused_by_name(folder, tmp_path):
         write_config(tmp_path / f"{number}.yml", prefix, **keys | changes)
         for number, changes in enumerate(REFUSED.values())
     ]
-    for error, wanted in zip(run_ranks(1, attempt, folder, configs)[0], REFUSED, strict=True):
+    configs.append(write_config(tmp_path / "unnamed.yml", prefix, **keys))
+    lines = configs[-1].read_text().splitlines()  # without pos_emb, whose default is another one
+    configs[-1].write_text("\n".join(line for line in lines if not line.startswith("pos_emb:")))
+    expected = [*REFUSED, "was trained with pos_emb: rotary, and the config names no pos_emb"]
+    for error, wanted in zip(run_ranks(1, attempt, folder, configs)[0], expected, strict=True):
         assert wanted in error
 
 

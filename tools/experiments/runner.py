@@ -25,7 +25,6 @@ from megatron.run_folder import RunFolder
 from tools.experiments.grid import Cell
 from tools.experiments.state import ROOT, Record, is_complete, share_done, state_of
 
-LOG = "log.txt"
 _TAIL, _TAIL_BYTES = 12, 1 << 16  # the last lines of the log of a failed cell that are shown
 _REPORT_SECONDS = 60.0
 _POLL_SECONDS = 0.1
@@ -159,14 +158,15 @@ class Runner:
         device, before = self._free[0], share_done(cell)
         environ = os.environ | ({"CUDA_VISIBLE_DEVICES": device} if device else {})
         environ |= waiting_of_children(self._most) | given
-        with open(cell.folder / LOG, "ab", opener=without_waiting) as log:
+        with open(RunFolder(cell.folder).log, "ab", opener=without_waiting) as log:
             process = start(command_of(cell), log, environ)
         self._free.popleft()
         each = _Running(cell, process, record, device, time.monotonic(), before, lease.pop_all())
         self._running.append(each)
         if self.signals:  # it came before the list had this cell
             process.send_signal(signal.SIGTERM)
-        self._say(f"{cell.name}: {'resumes' if before else 'starts'}, log in {cell.folder / LOG}")
+        begins, log = "resumes" if before else "starts", RunFolder(cell.folder).log
+        self._say(f"{cell.name}: {begins}, log in {log}")
 
     def _end(self, each: _Running) -> None:
         from megatron.engine.errors import CheckpointError
@@ -197,7 +197,7 @@ class Runner:
             self._say(f"{cell.name}: cut off; the next sweep resumes it")
         else:
             record.state = "failed"
-            log = cell.folder / LOG
+            log = RunFolder(cell.folder).log
             with open(log, "rb", opener=without_waiting) as file:
                 file.seek(-min(_TAIL_BYTES, log.stat().st_size), os.SEEK_END)
                 lines = file.read(_TAIL_BYTES).decode(errors="replace").splitlines()[-_TAIL:]
