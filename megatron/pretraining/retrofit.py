@@ -162,8 +162,8 @@ def retrofit_of(config: Config, start: Start, new: PositionalEmbedding) -> Retro
         return None
     if not same and "pos_emb" not in config.origins:
         raise CheckpointError(
-            f"{saved.path} was trained with pos_emb: {source.model.pos_emb}, and the config names no "
-            "pos_emb; write this one, or the one that the model should have from now on"
+            f"{saved.path} was trained with pos_emb: {source.model.pos_emb}, and the config names "
+            "no pos_emb; write this one, or the one that the model should have from now on"
         )
     gentle, length = c.retrofit_init != "drawn", config.model.seq_length
     change = ChangedPositions(old, new, layers, length, gentle, tuple(config.model.theta_init))
