@@ -142,12 +142,13 @@ def test_harm_is_told():
 @pytest.mark.parametrize(
     ("twin", "exact", "answer"),
     [
-        ("helps", "helps", "helps"), ("helps", "unclear", "helps"), ("nothing", "helps", "helps"),
-        ("harms", "nothing", "harms"), ("harms", "helps", "unclear"),
-        ("nothing", "nothing", "nothing"), ("nothing", "unclear", "unclear"),
+        ("helps", "helps", "helps"), ("nothing", "helps", "helps"), ("unclear", "harms", "harms"),
+        ("helps", "unclear", "unclear"), ("helps", "nothing", "nothing"),
+        ("harms", "nothing", "nothing"), ("harms", "helps", "unclear"),
+        ("helps", "harms", "unclear"), ("nothing", "unclear", "unclear"),
     ],
 )  # fmt: skip
-def test_far_text_helps_only_if_no_measure_says_that_it_harms(twin, exact, answer):
+def test_the_exact_context_tells_unless_the_twin_says_the_opposite(twin, exact, answer):
     lines = verdict(measures_of(field_rows({1: 1.0}), (twin, exact), far_swap="The swap."))
     assert lines[1:] == [f"Far text: {answer}.", "The exact_context.", "The windowed_twin.",
                          "The swap."]  # fmt: skip

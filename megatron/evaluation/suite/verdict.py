@@ -38,11 +38,9 @@ def far_text(found: dict[str, Measure]) -> str:
     """Return what text beyond the training length does: it helps, harms, does nothing or unclear.
 
     Args:
-        found: The measures by name. `exact_context` and `windowed_twin` tell; if they contradict
-            each other, the answer is "unclear".
+        found: The measures by name. `exact_context` tells. If `windowed_twin` says the opposite,
+            the answer is "unclear". Alone, the twin tells nothing: a window also hides the first
+            token, which many models need whatever the text is (an attention sink).
     """
-    told = {found[name].answer for name in ("exact_context", "windowed_twin")}
-    sure = told & {"helps", "harms"}
-    if len(sure) == 1:
-        return sure.pop()
-    return "nothing" if told == {"nothing"} else "unclear"
+    exact, twin = found["exact_context"].answer, found["windowed_twin"].answer
+    return "unclear" if {exact, twin} == {"helps", "harms"} else exact

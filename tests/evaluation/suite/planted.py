@@ -99,6 +99,14 @@ class Planted(nn.Module):
         return -torch.log(p_BT.clamp(min=1e-6))
 
 
+class Sink(Planted):
+    """A model of bigrams that is worse by half a nat where a window hides the first token."""
+
+    def forward(self, tokens_BT: Tensor, targets_BT: Tensor) -> Tensor:
+        hidden_T = torch.arange(tokens_BT.shape[1]) >= self.window
+        return super().forward(tokens_BT, targets_BT) + 0.5 * hidden_T
+
+
 class PlantedSubject(Subject):
     """A subject whose model limits its own window."""
 
@@ -190,6 +198,7 @@ def untrained(seed: int) -> GPT:
 
 PLANTED: dict[str, Callable[[Language], Planted]] = {
     "bigram": Planted,
+    "sink": Sink,
     "window of 16": lambda language: Planted(language, pointer(16)),
     "window of 128": lambda language: Planted(language, pointer(128)),
     "pointer": lambda language: Planted(language, pointer()),
@@ -250,6 +259,7 @@ EITHER = (0, 256, 512)
 EXPECTED = {
     "untrained": Expected(1, "nothing", False, 0, NOWHERE, NOWHERE),
     "bigram": Expected(1, "nothing", False, 0, NOWHERE, NOWHERE),
+    "sink": Expected(1, "nothing", False, 0, NOWHERE, NOWHERE),
     "window of 16": Expected(16, "nothing", False, 8, NOWHERE, NOWHERE),
     "window of 128": Expected(
         128, "helps", True, 64, WITHIN_128, WITHIN_128, IN_PART, IN_PART, 0, IN_PART
