@@ -29,17 +29,18 @@ def main() -> int:
     parser.add_argument("-v", "--verbose", action="store_true", help="show DeepSpeed's log")
     _add_plan_arguments(parser)
     args = parser.parse_intermixed_args()
+    given = [name for name in PLAN_OPTIONS if getattr(args, name) != parser.get_default(name)]
+    without_plan = ([], ["gpus"]) if args.check or args.rehearse else ([],)
+    if not args.plan and given not in without_plan:
+        text = "--gpus needs --plan, --check or --rehearse; --gpu, --mfu and --price need --plan"
+        parser.error(f"{text}; none of them starts the run")
     if args.check:
         code = _check(args)
         return _plan(args) or code if args.plan else code
     if args.plan:
         return _plan(args)
-    given = [name for name in PLAN_OPTIONS if getattr(args, name) != parser.get_default(name)]
-    if args.rehearse and given in ([], ["gpus"]):
+    if args.rehearse:
         return _rehearse(args)
-    if given:
-        text = "--gpus needs --plan or --rehearse; --gpu, --mfu and --price need --plan"
-        parser.error(f"{text}; neither starts the run")
     if launcher.is_alone():
         import torch
 

@@ -69,10 +69,10 @@ def spin_count(running: int | None, processors: int) -> tuple[int, str]:
     Args:
         running: The number of other threads that run on this machine, or None if it is unknown.
     """
+    if running is None:  # so `sched_getaffinity` may be missing, too
+        return SHORT_SPIN, "the load of this machine is unknown"
     given = os.environ.get("OMP_NUM_THREADS", "")
     threads = int(given) if given.isdecimal() else len(os.sched_getaffinity(0))
-    if running is None:
-        return SHORT_SPIN, "the load of this machine is unknown"
     if is_limited(threads):
         return SHORT_SPIN, f"this container may use fewer than {threads} processors"
     load = f"{running} other threads ran at the start, on {processors} processors"

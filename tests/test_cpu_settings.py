@@ -37,6 +37,12 @@ def test_threads_spin_for_long_only_on_an_idle_machine(
     assert found == spin and why in reason
 
 
+def test_a_system_without_load_and_affinity_spins_briefly(monkeypatch):
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    monkeypatch.delattr(os, "sched_getaffinity")  # as on macOS
+    assert cpu_settings.spin_count(None, processors=2)[0] == SHORT_SPIN
+
+
 PROGRAM = """
 import os, sys
 from megatron import cpu_settings, entry

@@ -4,8 +4,8 @@
 
 The tool compares the last starts in the run.json of both folders (commit, changes, versions, hosts,
 environment, the values that fix the samples), the keys of both config.yml, and the rows of
-metrics.jsonl that both have. The names of the runs, their folders, commands and times are left
-out. The exit code is 0 if nothing differs, and 1 otherwise.
+metrics.jsonl that both have. The names of the runs, their folders, commands, times and Slurm jobs,
+and how long threads spin, are left out. The exit code is 0 if nothing differs, and 1 otherwise.
 """
 
 from __future__ import annotations
@@ -26,6 +26,8 @@ from megatron.run_folder import MOST_BYTES, RunFolder
 
 OWN = ("save", "load", "run", "time", "command", "from", "from_run", "folder", "step")
 """The config keys and the entries of a start that differ between any two runs."""
+OF_JOB = ("SLURM_JOB", "GOMP_SPINCOUNT")
+"""Beginnings of the environment variables that differ between any two jobs."""
 COMPARED = ("loss", "lr", "grad_norm", "samples")
 """Words in the names of the metrics that are compared."""
 
@@ -70,7 +72,7 @@ def differences(before: str, a: Mapping[str, Any], b: Mapping[str, Any]) -> Iter
         one, other = a.get(key, "-"), b.get(key, "-")
         if isinstance(one, dict) and isinstance(other, dict):
             yield from differences(f"{before}{key}.", one, other)
-        elif key not in OWN and one != other:
+        elif key not in OWN and not str(key).startswith(OF_JOB) and one != other:
             yield f"{before}{key}: {one} | {other}"
 
 

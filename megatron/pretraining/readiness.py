@@ -19,6 +19,7 @@ from megatron.data.samples.split import split_documents
 from megatron.data.shards.joined import join, open_each
 from megatron.data.tokenizers.build import build_tokenizer
 from megatron.files import existing, why_unwritable
+from megatron.run_folder import RunFolder
 
 _NEOX = "20B_tokenizer.json"
 _NEOX_URL = "https://huggingface.co/EleutherAI/gpt-neox-20b/resolve/main/tokenizer.json"
@@ -110,8 +111,9 @@ def _disk(config: Config, save: Path) -> Finding:
     count = steps // (c.save_interval or steps) + len(c.extra_save_iters)
     if c.keep_last_n_checkpoints:
         count = min(count, c.keep_last_n_checkpoints + 1)  # the oldest goes after the newest came
+    count = max(0, count - len(RunFolder(save).tags()))  # of a run that is resumed
     free = shutil.disk_usage(existing(save)).free / 1e9
-    text = f"about {count} x {size:,.3g} = {count * size:,.3g} GB of checkpoints; "
+    text = f"about {count} x {size:,.3g} = {count * size:,.3g} GB of checkpoints to come; "
     text += f"{existing(save)} has {free:,.3g} GB free"
     if count * size <= free:
         return False, text

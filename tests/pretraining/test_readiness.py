@@ -90,7 +90,8 @@ def test_the_text_has_its_epochs_and_checkpoints_their_size(tmp_path):
     assert [line for is_problem, line in found if not is_problem] == [
         f"text to train on {tokens:,} tokens in 30 of 60 documents; the run reads 768 = "
         f"{768 / tokens:.3g} epochs",
-        f"about 2 x {size:.3g} = {2 * size:.3g} GB of checkpoints; {tmp_path} has 100 GB free",
+        f"about 2 x {size:.3g} = {2 * size:.3g} GB of checkpoints to come; {tmp_path} has 100 GB "
+        "free",
     ]
     assert not any(is_problem for is_problem, _ in found)
     assert not (tmp_path / "runs").exists()
@@ -99,9 +100,13 @@ def test_the_text_has_its_epochs_and_checkpoints_their_size(tmp_path):
 def test_a_small_disk_and_folders_that_cannot_be_written_are_named(tmp_path):
     found = problems("recipes/own_160M.yml", save_interval=100, keep_last_n_checkpoints="null")
     assert found[-1] == (
-        f"save: about 62 x 2.27 = 141 GB of checkpoints; {tmp_path} has 100 GB free; write "
-        "keep_last_n_checkpoints: 2, a larger save_interval, or another folder"
+        f"save: about 62 x 2.27 = 141 GB of checkpoints to come; {tmp_path} has 100 GB free; "
+        "write keep_last_n_checkpoints: 2, a larger save_interval, or another folder"
     )
+    for step in range(100, 2100, 100):  # of a run that is resumed
+        (tmp_path / f"held/global_step{step}").mkdir(parents=True)
+    resumed = {"save": "held", "save_interval": 100, "keep_last_n_checkpoints": "null"}
+    assert not any("checkpoints" in line for line in problems("recipes/own_160M.yml", **resumed))
     (tmp_path / "file").write_text("")
     given = {"save": "/proc/x", "tensorboard_dir": "file/b", "vocab_file": BPE}
     assert problems("quickstart.yml", **given) == [

@@ -36,6 +36,16 @@ def test_two_runs_of_one_command_do_not_differ(runs):
     assert all({"time", "elapsed_seconds"} < each for each in names)
 
 
+def test_two_slurm_jobs_do_not_differ_by_their_jobs(runs, tmp_path):
+    for name, spin in (("1", "3000"), ("2", "30000")):
+        run = shutil.copytree(runs / "a", tmp_path / name)
+        found = json.loads((run / "run.json").read_text())
+        own = {"SLURM_JOB_ID": name, "SLURM_JOB_NODELIST": f"n{name}", "GOMP_SPINCOUNT": spin}
+        found["starts"][-1]["environment"] |= own
+        (run / "run.json").write_text(json.dumps(found))
+    assert compare(tmp_path / "1", tmp_path / "2", code=0) == "nothing differs\n"
+
+
 def test_one_key_is_named_and_the_step_from_which_the_losses_differ(runs):
     said = compare(runs / "a", runs / "other", code=1).splitlines()
     assert said[0] == "config lr_decay_style: cosine | linear"
