@@ -7,10 +7,13 @@ Each start of the run adds an entry to `starts`: the id of the run (`lineage` in
 the first step, the checkpoint and its run, the command and its folder, the commit and the name of a
 patch, the number of ranks by host, device and driver, the versions of all packages, the environment
 variables that steer libraries, and the values that fix the samples. `patches` has the difference
-between a commit and the files that ran, new Python and YAML files included.
+between a commit and its Python, YAML and TOML files that ran. The entry `new` of `code` names the
+Python files that the commit does not have.
 
-Secrets are not recorded: no environment variable but those of `_STEERING`, no user or password of
-an address, no value of a secret variable, and nothing that looks like `api_key=...`.
+No environment variable is recorded but those of `_STEERING`. `***` stands in the place of the
+values of variables with a name such as `WANDB_API_KEY`, of users and passwords of addresses, and of
+what `_SECRETS` matches. A secret of another form is recorded, so do not write one on a command
+line.
 """
 
 from __future__ import annotations
@@ -20,11 +23,10 @@ import json
 import os
 import platform
 import re
-import shutil
 import socket
 import subprocess
 import sys
-import tempfile
+import time
 from collections import Counter
 from collections.abc import Callable
 from importlib import metadata
@@ -43,16 +45,26 @@ from megatron.run_folder import MOST_BYTES, RunFolder
 from megatron.version import __version__, fingerprint
 
 LONGEST_PATCH = 1 << 20
-"""The most characters of a patch that are recorded."""
+"""The most characters of a patch that are recorded. A file with more bytes has no difference."""
+DEADLINE = 10.0
+"""The seconds that all calls of git may take together, because all ranks wait for them."""
+_DIFF = ("-c", f"core.bigFileThreshold={LONGEST_PATCH}", "diff", "HEAD", "--no-ext-diff",
+         "--no-textconv", "--no-color", "--relative", "--", "*.py", "*.yml", "*.toml")  # fmt: skip
 _STEERING = re.compile(
     "(CUDA|CUBLAS|NCCL|GLOO|TORCH|PYTORCH|OMP|GOMP|MKL|ONEDNN|TRITON|SLURM_JOB|WORLD_SIZE)(_|$)"
 )
 _SECRET_NAME = re.compile("(?i)key|token|secret|passw|credential")
-_SECRETS = (
-    (re.compile(r'(\w://)[^/\s@"]+@'), r"\1***@"),
-    (re.compile(r"""(?i)((api_?key|secret|passw(or)?d|token)[\\"']*\s*[=:]\s*[\\"']*)"""
-                r"(?=[\w+/-]*\d)[\w+/-]{12,}"), r"\1***"),
-)  # fmt: skip
+_SECRETS = [re.compile(pattern) for pattern in (
+    r"""(\w://)[^\s"'\0]+(?=@)""",
+    r"""(?i)((?:(?:api|access|private)[_-]?key|secret|passw(?:or)?d)[\\"']*\s*[=:]\s*[\\"']*)"""
+    r"""[^\s"'\0&]{6,}""",
+    r"""(?i)(token[\\"']*\s*[=:]\s*[\\"']*)(?=[\w+/-]*\d)[\w+/-]{12,}""",
+    r"""(?i)(--?[\w-]*(?:key|secret|passw(?:or)?d|token)[\0 =])[^\s"'\0]+""",
+    r"""(?i)((?:bearer|authorization:\s*\w+)\s+)[\w.~+/=-]{6,}""",
+    r"""(?i)([?&][\w-]*(?:sig|signature|key|token)=)[^\s"'\0&]+""",
+    r"""\b(hf_|gh[a-z]_)[A-Za-z0-9]{20,}""",
+)]  # fmt: skip
+"""What looks like a secret, after a first group that is kept. `\\0` is between two arguments."""
 
 
 def record_start(
@@ -73,26 +85,26 @@ def record_start(
     saved, path = start.saved, RunFolder(folder).provenance
     at = f"commit {code['commit'][:12]}" if code["commit"] else code["why"]
     say(f"run {run.lineage[:12]}: code {__version__}, {at}{', changed' if patch else ''}")
-    entry = {
-        "run": run.lineage,
-        "step": start.progress.step,
-        "from": str(saved.path.resolve()) if saved else None,
-        "from_run": saved.lineage if saved else None,
-        "time": now(),
-        "command": sys.orig_argv,
-        "folder": os.getcwd(),
-        "code": code,
-        "ranks": Counter(machines),
-        "environment": {k: v for k, v in sorted(os.environ.items()) if _STEERING.match(k)},
-        "data": run.data,
-        "versions": {"python": platform.python_version(), "cuda": torch.version.cuda}
-        | {each.name: each.version for each in metadata.distributions()},
-    }
     try:
+        entry = {
+            "run": run.lineage,
+            "step": start.progress.step,
+            "from": str(saved.path.resolve()) if saved else None,
+            "from_run": saved.lineage if saved else None,
+            "time": now(),
+            "command": without_secrets("\0".join(sys.orig_argv)).split("\0"),
+            "folder": os.getcwd(),  # fails in a folder that was deleted
+            "code": code,
+            "ranks": Counter(machines),
+            "environment": {k: v for k, v in sorted(os.environ.items()) if _STEERING.match(k)},
+            "data": run.data,
+            "versions": {"python": platform.python_version(), "cuda": torch.version.cuda}
+            | {each.name: each.version for each in metadata.distributions()},
+        }
         found: dict[str, Any] = {"starts": [], "patches": {}}
         if path.exists():
             found = parse_json(read_small(path, MOST_BYTES))
-        found["starts"].append(json.loads(without_secrets(json.dumps(entry))))
+        found["starts"].append(_masked(entry))
         found["patches"] |= {code["patch"]: patch} if patch else {}
         write_text(path, json.dumps(found, indent=1) + "\n")
     except (OSError, ValueError, TypeError, LookupError, AttributeError) as error:
@@ -101,12 +113,21 @@ def record_start(
 
 def without_secrets(text: str) -> str:
     """Return `text` with `***` in the place of each secret."""
-    for name, secret in os.environ.items():
-        if _SECRET_NAME.search(name) and len(secret) >= 8:
-            text = text.replace(secret, "***")
-    for pattern, instead in _SECRETS:
-        text = pattern.sub(instead, text)
+    secrets = [value for name, value in os.environ.items() if _SECRET_NAME.search(name)]
+    for secret in sorted(secrets, key=len, reverse=True):  # one may be a part of another
+        text = text.replace(secret, "***") if len(secret) >= 8 else text
+    for pattern in _SECRETS:
+        text = pattern.sub(r"\1***", text)
     return text
+
+
+def _masked(value: Any) -> Any:
+    """Return `value` with `without_secrets` of each string in its dicts and lists."""
+    if isinstance(value, dict):
+        return {_masked(key): _masked(each) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [_masked(each) for each in value]
+    return without_secrets(value) if isinstance(value, str) else value
 
 
 def _machine(device: torch.device) -> str:
@@ -119,40 +140,32 @@ def _machine(device: torch.device) -> str:
 def code_of(root: Path) -> tuple[dict[str, Any], str]:
     """Return what is known about the code in the folder `root`, and its difference to the commit.
 
-    The commit is None, and `why` says the reason, if the folder is no checkout of git or git does
-    not work.
+    The commit or the patch is None, and `why` says the reason, if the folder is no checkout of git
+    or git does not answer within `DEADLINE` seconds in all.
     """
+    until = time.monotonic() + DEADLINE
     about: dict[str, Any] = {"version": __version__, "fingerprint": fingerprint()}
+    about |= {"commit": None, "patch": None}
     try:
-        _git(root, "ls-files", "--error-unmatch", "train.py")  # not just inside of a checkout
-        commit = _git(root, "rev-parse", "HEAD").strip()
-        patch = without_secrets(_patch(root))
+        _git(
+            root, until, "ls-files", "--error-unmatch", "train.py"
+        )  # not just inside of a checkout
+        about["commit"] = _git(root, until, "rev-parse", "HEAD").strip()
+        new = _git(root, until, "ls-files", "--others", "--exclude-standard", "--", "*.py")
+        patch = _git(root, until, *_DIFF)
     except (OSError, subprocess.SubprocessError) as error:
         said = (getattr(error, "stderr", b"") or str(error).encode()).decode(errors="replace")
-        why = f"no commit is known ({said.strip().partition(chr(10))[0]})"
-        return about | {"commit": None, "why": why, "patch": None}, ""
+        what = "changes are" if about["commit"] else "commit is"
+        return about | {"why": f"no {what} known ({said.strip().partition(chr(10))[0]})"}, ""
     if len(patch) > LONGEST_PATCH:
-        patch = f"{patch[:LONGEST_PATCH]}\n(cut: the patch has {len(patch):,} characters)\n"
+        whole_lines = patch[:LONGEST_PATCH].rpartition("\n")[0]
+        patch = f"{whole_lines}\n(cut: the patch has {len(patch):,} characters)\n"
+    patch = without_secrets(patch)
     name = hashlib.sha256(patch.encode()).hexdigest()[:12] if patch else None
-    return about | {"commit": commit, "patch": name}, patch
+    return about | {"patch": name, "new": new.splitlines()}, patch
 
 
-def _patch(root: Path) -> str:
-    """Return the difference between the commit and the files below `root`, as git prints it."""
-    show = ("diff", "HEAD", "--no-ext-diff", "--no-textconv", "--no-color", "--relative")
-    real, objects = (
-        str(root / _git(root, "rev-parse", "--git-path", name).strip())
-        for name in ("index", "objects")
-    )
-    with tempfile.TemporaryDirectory() as folder:
-        # An index of its own, in which new files are marked, so that git shows them.
-        index = {"GIT_INDEX_FILE": shutil.copy(real, folder), "GIT_OBJECT_DIRECTORY": folder}
-        index["GIT_ALTERNATE_OBJECT_DIRECTORIES"] = objects
-        _git(root, "add", "--intent-to-add", "--", "*.py", "*.yml", **index)
-        return _git(root, *show, **index)
-
-
-def _git(root: Path, *command: str, **variables: str) -> str:
-    command = ("git", "-C", str(root), *command)
-    found = {"capture_output": True, "check": True, "timeout": 30, "env": os.environ | variables}
-    return subprocess.run(command, **found).stdout.decode(errors="replace")
+def _git(root: Path, until: float, *command: str) -> str:
+    command, left = ("git", "-C", str(root), *command), max(0.0, until - time.monotonic())
+    done = subprocess.run(command, capture_output=True, check=True, timeout=left)
+    return done.stdout.decode(errors="replace")

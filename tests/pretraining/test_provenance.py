@@ -30,6 +30,8 @@ def checkout(tmp_path):
     (root / "train.py").write_text("print(1)\n")
     (root / "megatron" / "a.py").write_text("a = 1\n")
     (root / "a.yml").write_text("seed: 0\n")
+    (root / "huge.jsonl").write_text("{}\n")
+    (root / "huge.py").write_text("")
     (root / ".gitignore").write_text("runs\n")
     git(root, "add", ".")
     git(root, "commit", "-qm", "one")
@@ -46,26 +48,42 @@ def test_the_patch_turns_the_commit_into_the_files_that_ran(checkout, tmp_path):
     (checkout / "train.py").write_text("print(2)\n")
     (checkout / "megatron" / "a.py").unlink()
     (checkout / "megatron" / "new.py").write_text("new = 1")  # without an end of line
-    (checkout / "own.yml").write_text("seed: 1\n")
+    (checkout / "a.yml").write_text("seed: 1\n")
+    (checkout / "config.yml").write_text("seed: 2\n")  # as in a run folder
     (checkout / "runs").mkdir()
     (checkout / "runs" / "ignored.py").write_text("x = 1\n")
-    (checkout / "huge.jsonl").write_text("{}\n" * 9999)
+    (checkout / "huge.jsonl").write_text("{}\n" * 9999)  # a file of the commit
+    (checkout / "huge.py").write_text("a = 2\n" * (provenance.LONGEST_PATCH // 6 + 1))
     staged = git(checkout, "status", "--porcelain")
     about, patch = code_of(checkout)
     assert git(checkout, "status", "--porcelain") == staged  # the user's index is as it was
     again = tmp_path / "again"
     git(tmp_path, "clone", "-q", checkout, again)
-    subprocess.run(["git", "-C", again, "apply"], input=patch.encode(), check=True)
+    subprocess.run(
+        ["git", "-C", again, "apply", "--exclude=huge.py"], input=patch.encode(), check=True
+    )
     here = {
         path.name: path.read_text() for path in again.rglob("*") if path.suffix in (".py", ".yml")
     }
     assert here == {
         "train.py": "print(2)\n",
-        "new.py": "new = 1",
-        "own.yml": "seed: 1\n",
-        "a.yml": "seed: 0\n",
+        "a.yml": "seed: 1\n",
+        "huge.py": "",
     }
-    assert "huge" not in patch and "ignored" not in patch and len(about["patch"]) == 12
+    assert "huge.jsonl" not in patch and len(about["patch"]) == 12
+    assert about["new"] == ["megatron/new.py"]
+
+
+def test_the_commit_is_known_although_the_changes_take_too_long(checkout, monkeypatch):
+    git_of = provenance._git
+
+    def slow(root, until, *command):
+        return git_of(root, 0.0 if "diff" in command else until, *command)
+
+    monkeypatch.setattr(provenance, "_git", slow)
+    about, patch = code_of(checkout)
+    assert len(about["commit"]) == 40 and (about["patch"], patch) == (None, "")
+    assert about["why"].startswith("no changes are known (Command ")
 
 
 def test_a_long_patch_is_cut_and_says_so(checkout, monkeypatch):
@@ -95,12 +113,36 @@ def test_secrets_are_replaced(monkeypatch):
     given = {
         f'["-o", "x={KEY}"]': '["-o", "x=***"]',
         "https://me:hunter2@host/x": "https://***@host/x",
-        json.dumps('+api_key = "abcdefgh12345678"'): json.dumps('+api_key = "***"'),
+        "https://me:p@ss/word@host/x": "https://***@host/x",
+        '+api_key = "abcdefgh12345678"': '+api_key = "***"',
+        "api_key=letters": "api_key=***",
+        "train.py\0--api-key\0abc\0a.yml": "train.py\0--api-key\0***\0a.yml",
+        "Authorization: Bearer abc.def": "Authorization: Bearer ***",
+        f"login hf_{KEY}": "login hf_***",
+        "blob?sv=1&sig=a%2Fb&x=1": "blob?sv=1&sig=***&x=1",
         "password: correcthorse99battery": "password: ***",
         "token = tokenizer.encode(text)": "token = tokenizer.encode(text)",
         "eval_tokens: 65536, key=value, a short one": "eval_tokens: 65536, key=value, a short one",
     }
     assert {text: without_secrets(text) for text in given} == given
+
+
+def test_a_secret_with_signs_that_json_escapes_is_replaced(tmp_path, monkeypatch):
+    monkeypatch.setenv("MY_SECRET", 'quote"back\\slash\nline')
+    monkeypatch.setenv("NCCL_DEBUG", f"x{os.environ['MY_SECRET']}y")
+    monkeypatch.setattr("sys.orig_argv", ["train.py", "--token", "abc", "a.yml"])
+    record(tmp_path, Start(TrainingProgress(0, 0, 9), ""))
+    (entry,) = json.loads((tmp_path / "run.json").read_text())["starts"]
+    assert entry["environment"]["NCCL_DEBUG"] == "x***y"
+    assert entry["command"] == ["train.py", "--token", "***", "a.yml"]
+
+
+def test_a_deleted_folder_does_not_end_the_run(tmp_path, monkeypatch):
+    (tmp_path / "gone").mkdir()
+    monkeypatch.chdir(tmp_path / "gone")
+    (tmp_path / "gone").rmdir()
+    _, said = record(tmp_path, Start(TrainingProgress(0, 0, 9), ""))
+    assert "this start is not recorded, training goes on: " in said
 
 
 def record(folder, start, machines=(), lineage="f" * 32):
