@@ -180,7 +180,7 @@ _GPT = HubClass(
     },
     defaults={
         "activation_function": "gelu_new", "layer_norm_epsilon": 1e-5, "n_positions": 1024,
-        "attn_pdrop": 0.1, "resid_pdrop": 0.1, "tie_word_embeddings": True,
+        "attn_pdrop": 0.1, "resid_pdrop": 0.1, "tie_word_embeddings": True, "n_inner": None,
     },
     only={
         "scale_attn_weights": True, "scale_attn_by_inverse_layer_idx": False,
