@@ -198,7 +198,7 @@ GPTJ = replace(
     },
     defaults=_GPT.defaults | {
         "n_positions": 2048, "attn_pdrop": 0.0, "resid_pdrop": 0.0, "tie_word_embeddings": False,
-        "rotary_dim": 64, "rope_theta": 10000.0,
+        "rotary_dim": 64,
     },
     only={"tie_word_embeddings": False},
 )
