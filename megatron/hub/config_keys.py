@@ -247,7 +247,7 @@ def _described(config: Config, kind: HubClass) -> dict[str, Any]:
         found["embd_pdrop"] = m.hidden_dropout  # here, it is also the embedding's
     if "rotary_dim" in kind.defaults:
         found["rotary_dim"] = int(m.head_dim * m.rotary_pct) or 1
-    if "head_dim" in kind.defaults and m.head_dim * m.num_attention_heads != m.hidden_size:
+    if "head_dim" in kind.defaults:  # a config.json of Qwen3 without it means 128
         found["head_dim"] = m.head_dim
     if kind is MISTRAL:
         [window, *_] = layers_of(m.sliding_window_width, m.num_layers)

@@ -142,6 +142,9 @@ def test_what_does_not_fit_is_named():
     assert misfits(run.config) == ["norm", "norm_eps", "pos_emb", "sliding_window_width"]
     run = run_of(pos_emb="rotary", num_kv_heads=2, eval_distance_scale=1.0)
     assert misfits(run.config) == ["num_kv_heads"]
+    qwen3 = {"norm": "rmsnorm", "rmsnorm_fusion": True, "activation": "swiglu"}
+    qwen3 |= {"use_qk_layernorm": True, "qk_layernorm_kind": "shared", "use_bias_in_mlp": False}
+    assert hub_config(run_of(pos_emb="rotary", **qwen3).config)[0].name == "Qwen3ForCausalLM"
     gptj = {"gpt_j_residual": True, "gpt_j_tied": True, "no_weight_tying": True}
     gptj |= {"output_layer_bias": True, "use_bias_in_attn_linear": False, "rotary_pct": 0.5}
     assert hub_config(run_of(pos_emb="rotary", **gptj).config)[0].name == "GPTJForCausalLM"
