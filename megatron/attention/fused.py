@@ -26,7 +26,7 @@ theta. The lines of a layer of hidden units (`hidden_layer.pieces`) follow the c
 
 Caution: fp64 is refused. In Triton's interpreter bf16 is also refused, because the interpreter
 computes bf16 wrongly. A head size that is not a power of two costs as much as the next power of
-two. A row is NaN if all its logits are below -1e9 times `scale`.
+two. If all logits of a row are below -1e9 times `scale`, the row is NaN, or 0 in decoding.
 """
 
 from __future__ import annotations

@@ -180,7 +180,7 @@ _GPT = HubClass(
     },
     defaults={
         "activation_function": "gelu_new", "layer_norm_epsilon": 1e-5, "n_positions": 1024,
-        "attn_pdrop": 0.1, "resid_pdrop": 0.1, "tie_word_embeddings": True,
+        "attn_pdrop": 0.1, "resid_pdrop": 0.1, "tie_word_embeddings": True, "n_inner": None,
     },
     only={
         "scale_attn_weights": True, "scale_attn_by_inverse_layer_idx": False,
@@ -198,7 +198,7 @@ GPTJ = replace(
     },
     defaults=_GPT.defaults | {
         "n_positions": 2048, "attn_pdrop": 0.0, "resid_pdrop": 0.0, "tie_word_embeddings": False,
-        "rotary_dim": 64, "rope_theta": 10000.0,
+        "rotary_dim": 64,
     },
     only={"tie_word_embeddings": False},
 )

@@ -101,7 +101,7 @@ def _rotary(given: Mapping[str, Any], kind: HubClass) -> tuple[dict[str, Any], A
     """
     if "rotary_dim" in kind.defaults:
         size, turning = given["n_embd"] // given["n_head"], _entry(given, "rotary_dim", int)
-        return {}, given["rope_theta"], turning / size
+        return {}, 10000.0, turning / size  # GPT-J has no entry for the base
     scaling = given.get("rope_scaling") or given.get("rope_parameters") or {}
     if not isinstance(scaling, dict) or any(isinstance(each, dict) for each in scaling.values()):
         raise HubError("rope_parameters: only one mapping for all layers can be imported")
@@ -233,11 +233,11 @@ def _described(config: Config, kind: HubClass) -> dict[str, Any]:
         "initializer_range": m.init_method_std,
         "bos_token_id": None,
         **{name: values.get(key, getattr(m, key)) for key, name in kind.entries.items()},
-        # transformers 4 and transformers 5 have different names for the rotary settings.
-        "rope_theta": base,
-        "rope_scaling": scaling or None,
-        "rope_parameters": {"rope_type": "default", "rope_theta": base} | scaling,
     }
+    if "rope_theta" in kind.defaults:
+        # transformers 4 and transformers 5 have different names for the rotary settings.
+        rotary = {"rope_type": "default", "rope_theta": base} | scaling
+        found |= {"rope_theta": base, "rope_scaling": scaling or None, "rope_parameters": rotary}
     if "partial_rotary_factor" in kind.defaults:
         found["partial_rotary_factor"] = m.rotary_pct
         found["rope_parameters"]["partial_rotary_factor"] = m.rotary_pct
@@ -247,7 +247,7 @@ def _described(config: Config, kind: HubClass) -> dict[str, Any]:
         found["embd_pdrop"] = m.hidden_dropout  # here, it is also the embedding's
     if "rotary_dim" in kind.defaults:
         found["rotary_dim"] = int(m.head_dim * m.rotary_pct) or 1
-    if "head_dim" in kind.defaults and m.head_dim * m.num_attention_heads != m.hidden_size:
+    if "head_dim" in kind.defaults:  # a config.json of Qwen3 without it means 128
         found["head_dim"] = m.head_dim
     if kind is MISTRAL:
         [window, *_] = layers_of(m.sliding_window_width, m.num_layers)

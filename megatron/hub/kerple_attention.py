@@ -62,7 +62,12 @@ def kerple_attention(
             raise ValueError(f"kerple cannot separate documents with {pos.name}; use sdpa")
     elif wrong := [name for name in _REFUSED if others.get(name) is not None]:
         raise ValueError(f"attn_implementation kerple does not serve {', '.join(wrong)}")
-    elif attention_mask is not None:
+    elif attention_mask is None:
+        causal = others.get("is_causal")
+        causal = getattr(module, "is_causal", True) if causal is None else causal
+        if query.shape[2] > 1 and not causal:
+            raise ValueError("attn_implementation kerple serves causal attention alone; use sdpa")
+    else:
         first_BT = _first_keys(attention_mask, offset)
     if first_BT is not None:
         terms["starts_BS"] = F.pad(first_BT, (offset, 0))
@@ -95,8 +100,12 @@ def _first_keys(seen_B1TS: Tensor, offset: int) -> Tensor:
     """Return the first key that each query sees, int64 [B, T]. A query that sees none sees itself.
 
     Raises:
-        ValueError: A query does not see all keys from its first one to its own.
+        ValueError: The mask is not bool or differs between heads, or a query does not see all
+            keys from its first one to its own.
     """
+    if seen_B1TS.dtype != torch.bool or seen_B1TS.shape[1] != 1:
+        found = f"{seen_B1TS.dtype} {list(seen_B1TS.shape)}"
+        raise ValueError(f"attn_implementation kerple serves a bool mask [B, 1, T, S], not {found}")
     seen_BTS = seen_B1TS[:, 0]
     key_S = torch.arange(seen_BTS.shape[2], device=seen_BTS.device)
     own_T1 = key_S[offset:, None]

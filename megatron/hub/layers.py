@@ -89,8 +89,8 @@ def norm_of(config: KerpleConfig, dim: int, heads: int = 1) -> Norm:
 class Theta(nn.Module):
     """The parameters theta [heads, columns] of the positional embedding, in fp32 at least.
 
-    Training keeps theta within its bounds, after each step of a `torch.optim.Optimizer` and, for
-    other optimizers, at the next pass. A column that all heads share follows its first head.
+    Training keeps theta within its bounds, after each step of a `torch.optim.Optimizer` that holds
+    theta and, for other optimizers, at the next pass. A column that all heads share follows its first head.
     Columns that are not trained get no gradient.
     """
 
@@ -114,7 +114,8 @@ class Theta(nn.Module):
         return super()._apply(widely, recurse)
 
     def _save_to_state_dict(self, *arguments: Any) -> None:
-        self.project()
+        if not self.theta.is_inference():
+            self.project()
         super()._save_to_state_dict(*arguments)
 
     @torch.no_grad()
@@ -141,9 +142,11 @@ class Theta(nn.Module):
 _LIVE: WeakSet[Theta] = WeakSet()
 
 
-def _project_all(*_: Any) -> None:
+def _project_all(optimizer: Any, *_: Any) -> None:
+    held = {id(each) for group in optimizer.param_groups for each in group["params"]}
     for theta in _LIVE:
-        theta.project()
+        if id(theta.theta) in held:
+            theta.project()
 
 
 register_optimizer_step_post_hook(_project_all)

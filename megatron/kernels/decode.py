@@ -6,7 +6,7 @@
 the n-th part of the keys existed, CHUNK keys. The rows of its tile are the queries of all query
 heads that share a key head, so that each key is read once. `merge_pass` adds up the parts in a
 fixed order. The division into parts depends on the number of keys alone. So the result is
-repeatable bit for bit, and independent of the other sequences in the batch.
+repeatable bit for bit; for the same number of keys, also repeatable whatever else is in the batch.
 
 Only the forward pass works in this way, without dropout.
 

@@ -1,8 +1,9 @@
-"""Record every collective and every message of a process, with its line of code.
+"""Record the collectives and messages of a process, with their lines of code.
 
-`recording` replaces the methods of torch's `ProcessGroup`, through which all of Python
-communicates, in every thread. (A `TorchDispatchMode` would see the same operations, but also every
-other operation of torch, which costs half the time.) Two more functions are replaced:
+`recording` replaces the methods of torch's `ProcessGroup`, in every thread: all that this project
+and DeepSpeed call. Functional collectives, and receives from any rank, are not recorded. (A
+`TorchDispatchMode` would see the same operations, but also every other operation of torch, which
+costs half the time.) Two more functions are replaced:
 
 - the creation of process groups, which every rank must do in the same order;
 - exchanges of objects, whose messages have sizes that depend on the objects of all ranks: such an
@@ -123,8 +124,10 @@ class EventLog:
     def paused(self) -> Iterator[None]:
         """Record nothing of this thread during the `with` block."""
         self.here.paused = True
-        yield
-        self.here.paused = False
+        try:
+            yield
+        finally:
+            self.here.paused = False
 
 
 def _recorded(log: EventLog, op: str) -> Callable[..., Any]:

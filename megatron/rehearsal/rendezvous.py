@@ -45,10 +45,16 @@ class Strand:
 def unmatched(strands: Sequence[Strand], members: Mapping[str, Sequence[int]]) -> str:
     """Return a text about the first event that has no partner, or "" if all events have partners.
 
+    Two threads of a rank that use the same group are an error, too, because their order is open.
+
     Args:
         strands: Every thread of every rank.
         members: Maps the text of a group to its ranks.
     """
+    users: dict[tuple[int, str], Strand] = {}
+    for strand, group in ((each, event.group) for each in strands for event in each.events):
+        if users.setdefault((strand.rank, group), strand) is not strand:
+            return f"two threads of rank {strand.rank} use the same group, of the ranks {group}"
     waiting: dict[tuple, dict[int, deque[Strand]]] = defaultdict(lambda: defaultdict(deque))
     ready = deque(strands)
     while ready:

@@ -13,7 +13,7 @@ from megatron.evaluation.suite import (
     context,
     perplexity,
 )
-from megatron.evaluation.suite.intervals import Estimate
+from megatron.evaluation.suite.intervals import FEWEST, Estimate, mean_of
 from megatron.evaluation.suite.measure import Measure, Row, Sample, Subject
 from megatron.evaluation.suite.verdict import verdict
 from megatron.parallel.groups import build_groups
@@ -70,15 +70,15 @@ def test_the_field_is_the_shortest_context_that_is_not_clearly_worse():
 
 def test_a_context_is_worse_if_the_interval_of_the_difference_says_so():
     """The full loss is 0.01 below that of 64 tokens for half of the documents, and then for all."""
-    after = {64: 1.01}
+    after, text = {64: 1.01}, np.concatenate((COUNTED, COUNTED[:2]))
 
     def losses(inputs, targets):
         return torch.full(targets.shape, after.get(inputs.shape[1] // 16 * 16, 2.0))
 
-    for full_n, worse in (([1.0, 1.02] * 3, "no"), ([1.0, 1.004] * 3, "yes")):
+    for full_n, worse in (([1.0, 1.02] * 4, "no"), ([1.0, 1.004] * 4, "yes")):
         full_nT = np.repeat(np.array(full_n)[:, None], 128, 1)
         found = context.receptive_field(
-            subject(losses), replace(SAMPLE, documents=np.arange(6)), full_nT
+            subject(losses), replace(SAMPLE, sequences_nT=text, documents=np.arange(8)), full_nT
         )
         rows = {row.at["context"]: row.also for row in found.rows}
         assert (rows[32]["worse"], rows[64]["worse"], rows[128]["worse"]) == ("yes", worse, "no")
@@ -131,6 +131,22 @@ def test_the_verdict_on_the_context(worse, first):
     rows = field_rows({1: 2.0, 8: 1.5, 64: 1.0}, worse)
     lines = verdict(measures_of(rows, copy="It copies."))
     assert lines == [first, "It copies."]
+
+
+@pytest.mark.parametrize("documents", [2, 4, FEWEST - 1])
+def test_few_documents_give_no_verdict(documents):
+    """All losses differ by noise alone, or by far more than noise: neither gives an answer."""
+    noise = np.random.default_rng(0).normal(5.0, 1.0, (FEWEST, 128))
+    found = mean_of(noise[:documents], np.arange(documents))
+    assert math.isnan(found.low) and math.isnan(found.high) and found.effect() == "unclear"
+    assert str(found) == f"{found.value:.4f} (too few documents for an interval)"
+    assert mean_of(noise, np.arange(FEWEST)).effect() == "gain"
+    text = np.tile(COUNTED[:1], (documents, 1))
+    sample = replace(SAMPLE, sequences_nT=text, documents=np.arange(documents))
+    field = context.receptive_field(subject(position_of_target), sample, noise[:documents])
+    assert field.answer == "unclear" and field.says.endswith("there are too few documents.")
+    told = f"No verdict: {documents} documents are long enough, and intervals need {FEWEST}."
+    assert verdict(measures_of(field.rows, copy="It copies.")) == [told]
 
 
 def test_harm_is_told():

@@ -64,13 +64,14 @@ def test_intervals_are_scipys_at_95_percent_or_percentiles(monkeypatch):
         )
 
     monkeypatch.setattr(intervals.stats, "bootstrap", bootstrap)
-    totals, counts, documents = np.array([2.0, 9.0]), np.array([1.0, 3.0]), np.arange(2)
-    assert estimate(totals, counts, documents) == Estimate(11 / 4, 0.5, 0.75, 2)
+    totals, counts = np.array([2.0, 9.0] * 4), np.array([1.0, 3.0] * 4)
+    documents = np.arange(8)
+    assert estimate(totals, counts, documents) == Estimate(11 / 4, 0.5, 0.75, 8)
     assert asked["confidence_level"] == pytest.approx(0.95)
     assert (asked["n_resamples"], asked["paired"]) == (2000, True)
     assert asked["value"] == 11 / 4
     for _ in range(2):
-        assert estimate(totals, counts, documents) == Estimate(11 / 4, 25.0, 975.0, 2)
+        assert estimate(totals, counts, documents) == Estimate(11 / 4, 25.0, 975.0, 8)
     found[:] = [(0.5, 0.75), (math.nan, 1.0)]
     estimate(totals, counts, documents, comparisons=10)
     assert asked["confidence_level"] == pytest.approx(0.995) and asked["n_resamples"] == 8000

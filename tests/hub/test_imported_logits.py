@@ -6,6 +6,7 @@ import pytest
 import torch
 from transformers.activations import GELUTanh, NewGELUActivation
 
+from megatron.hub.config_keys import keys_of
 from megatron.hub.importing import import_folder
 from tests.helpers.hub import SIZES, Wide, hub_model, imported_model
 
@@ -120,3 +121,11 @@ def test_an_imported_model_has_the_logits_of_transformers(name, tmp_path):
     cached = [ours.extend(each, cache, last_only=False) for each in pieces]
     for logits in (ours(tokens), torch.cat(cached, dim=1)):
         assert (logits - wanted).abs().max() <= 1e-12
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "gptj"])
+def test_a_config_without_n_inner_has_an_mlp_of_four_times_the_width(kind):
+    """OpenAI's GPT-2 has no such entry."""
+    found = hub_model(kind).config.to_dict()
+    del found["n_inner"]
+    assert keys_of(found)["intermediate_size"] == 4 * SIZES["hidden_size"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from transformers import BertConfig, BertModel
 
 import megatron.hub.kerple_attention  # noqa: F401
 from tests.helpers.hub import EMBEDDINGS, close, hub_model, model_of, tokens
@@ -58,3 +59,18 @@ def test_what_is_no_causal_attention_is_refused():
         attend(None, q, q, q, holes)
     with pytest.raises(ValueError, match="kerple does not serve softcap"):
         attend(None, q, q, q, None, softcap=30.0)
+    for wrong in (torch.zeros(1, 1, 5, 5), mask.tril().expand(1, 2, 5, 5)):
+        with pytest.raises(ValueError, match=r"serves a bool mask \[B, 1, T, S\], not torch"):
+            attend(None, q, q, q, wrong)
+
+
+@torch.no_grad()
+def test_a_model_that_also_reads_later_tokens_is_refused():
+    sizes = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4}
+    config = BertConfig(vocab_size=300, intermediate_size=44, **sizes)
+    model = BertModel._from_config(config, attn_implementation="kerple")
+    ids, mask = padded()
+    with pytest.raises(ValueError, match="kerple serves causal attention alone; use sdpa"):
+        model(ids)
+    with pytest.raises(ValueError, match="serves causal attention to neighbours alone"):
+        model(ids, attention_mask=mask)

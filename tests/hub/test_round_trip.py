@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 from megatron.engine.checkpoint.saved_checkpoints import newest
 from megatron.engine.errors import HubError
 from megatron.engine.open_run import open_run
-from megatron.hub.config_keys import misfits
+from megatron.hub.config_keys import hub_config, misfits
 from megatron.hub.export import export
 from megatron.hub.importing import import_folder
 from megatron.parallel.groups import build_groups
@@ -142,6 +142,14 @@ def test_what_does_not_fit_is_named():
     assert misfits(run.config) == ["norm", "norm_eps", "pos_emb", "sliding_window_width"]
     run = run_of(pos_emb="rotary", num_kv_heads=2, eval_distance_scale=1.0)
     assert misfits(run.config) == ["num_kv_heads"]
+    qwen3 = {"norm": "rmsnorm", "rmsnorm_fusion": True, "activation": "swiglu"}
+    qwen3 |= {"use_qk_layernorm": True, "qk_layernorm_kind": "shared", "use_bias_in_mlp": False}
+    assert hub_config(run_of(pos_emb="rotary", **qwen3).config)[0].name == "Qwen3ForCausalLM"
+    gptj = {"gpt_j_residual": True, "gpt_j_tied": True, "no_weight_tying": True}
+    gptj |= {"output_layer_bias": True, "use_bias_in_attn_linear": False, "rotary_pct": 0.5}
+    assert hub_config(run_of(pos_emb="rotary", **gptj).config)[0].name == "GPTJForCausalLM"
+    run = run_of(pos_emb="rotary", rotary_emb_base=500000, **gptj)
+    assert misfits(run.config) == ["attention_bias"]  # Phi's; GPT-J's base is always 10000
 
 
 def test_an_export_of_an_earlier_version_is_refused(tmp_path):

@@ -161,6 +161,19 @@ def test_another_optimizer_is_followed_by_the_next_pass():
     assert theta.grad.abs().sum() > 0
 
 
+def test_an_optimizer_changes_no_theta_but_its_own():
+    """Nor does it touch a model that was built for inference alone."""
+    with torch.inference_mode():
+        fixed = model_of(dtype=torch.float32).train()
+    model, other = (model_of(dtype=torch.float32).train() for _ in range(2))
+    thetas = [each.model.position_bias.theta for each in (model, other)]
+    for theta in thetas:
+        theta.detach().fill_(-1.0)
+    torch.optim.SGD([thetas[0]], lr=0.1).step()
+    assert (thetas[0] == 0.01).all() and (thetas[1] == -1.0).all()
+    assert fixed.state_dict()
+
+
 def test_each_class_of_the_export_exists():
     kinds = (KerpleConfig, KerpleModel, KerpleForCausalLM, KerpleForSequenceClassification)
     assert {*AUTO_CLASSES.values()} == {kind.__name__ for kind in kinds}

@@ -98,6 +98,11 @@ def test_the_threads_of_a_rank_go_on_independently():
     )
 
 
+def test_two_threads_of_a_rank_must_not_share_a_group():
+    found = verdict((0, total("0, 1")), (0, total("0, 1")), (1, total("0, 1"), total("0, 1")))
+    assert found == "two threads of rank 0 use the same group, of the ranks 0, 1"
+
+
 def test_ranks_are_shortened():
     assert ranks_text([5]) == "5" and ranks_text([0, 4]) == "0, 4"
     assert ranks_text(range(4)) == "0 to 3" and ranks_text([1, 2, 5]) == "1, 2, 5"

@@ -111,24 +111,30 @@ def receptive_field(subject: Subject, sample: Sample, full_nT: np.ndarray) -> Me
     for context, losses_nT in losses.items():
         gain = mean_of(losses_nT - losses[best], sample.documents, comparisons=len(losses))
         also = {"more_than_best": gain.value, "more_low": gain.low, "more_high": gain.high}
-        also |= {"worse": "yes" if gain.effect() == "gain" else "no"}
+        worse = "yes" if gain.effect() == "gain" else "no"
+        also["worse"] = "unclear" if np.isnan(gain.low) else worse
         rows.append(Row({"context": context}, mean_of(losses_nT, sample.documents), also))
     field = field_of(rows)
-    says = (
-        f"The shortest context that is not clearly worse than the best (that with {best:,} "
-        f"token{'s' * (best > 1)}) is {field:,} token{'s' * (field > 1)}."
-    )
+    says = "How much context is used is unclear: there are too few documents."
+    if isinstance(field, int):
+        says = (
+            f"The shortest context that is not clearly worse than the best (that with {best:,} "
+            f"token{'s' * (best > 1)}) is {field:,} token{'s' * (field > 1)}."
+        )
     return Measure("receptive_field", "Loss by context", NATS, says, rows, field)
 
 
-def field_of(rows: list[Row]) -> int:
+def field_of(rows: list[Row]) -> int | str:
     """Return the receptive field in tokens: the shortest context not clearly worse than the best.
 
-    A context is clearly worse if the interval of its loss minus the best lies above 0.
+    A context is clearly worse if the interval of its loss minus the best lies above 0. Without
+    intervals, the field is "unclear".
 
     Args:
         rows: The rows of the measure `receptive_field`.
     """
+    if any(row.also["worse"] == "unclear" for row in rows):
+        return "unclear"
     return next(row.at["context"] for row in rows if row.also["worse"] == "no")
 
 

@@ -9,6 +9,7 @@ of a quantity (such as the loss) over these tokens, the mean is
 
 from __future__ import annotations
 
+import math
 import warnings
 from dataclasses import dataclass
 
@@ -21,13 +22,15 @@ from megatron.readable_numbers import decimals
 RESAMPLES = 2000
 LEVEL = 95.0
 """The level of the intervals, in percent."""
+FEWEST = 8
+"""The least number of documents for an interval. With fewer, bootstrap intervals are false."""
 SMALLEST = 0.001
 """An effect of far text that is surely smaller than this, in nats per token, counts as none."""
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """A mean, its 95% interval (NaN for a single document), and the number of documents."""
+    """A mean, its 95% interval (NaN if there is none), and the number of documents."""
 
     value: float
     low: float
@@ -38,7 +41,7 @@ class Estimate:
         """Return what the interval says of a gain: "gain", "loss", "none" or "unclear".
 
         It is none if the whole interval lies within `smallest` of 0. Otherwise it is a gain if the
-        interval is above 0, and a loss if it is below.
+        interval is above 0, and a loss if it is below. Without an interval, it is unclear.
 
         Args:
             surely: Whether the whole interval of a gain or loss must be beyond `smallest`.
@@ -57,6 +60,8 @@ class Estimate:
     def __str__(self) -> str:
         largest = max(abs(each) for each in (self.value, self.low, self.high))
         shown = min(6, max(4, decimals(largest, 2)))
+        if math.isnan(self.low):
+            return f"{self.value:.{shown}f} (too few documents for an interval)"
         return f"{self.value:.{shown}f} [{self.low:.{shown}f}, {self.high:.{shown}f}]"
 
 
@@ -65,7 +70,8 @@ def estimate(
 ) -> Estimate:
     """Return the ratio sum(totals) / sum(counts), with its 95% interval.
 
-    The interval comes from a bootstrap over documents.
+    The interval comes from a bootstrap over documents. It is NaN for fewer than `FEWEST` documents,
+    unless at least two documents have the same ratio, and none has another.
 
     Args:
         totals: [n], a total for each of n sequences, such as a sum of losses.
@@ -85,6 +91,8 @@ def estimate(
         return Estimate(value, np.nan, np.nan, 1)
     if np.ptp(total_d / count_d) == 0:
         return Estimate(value, value, value, len(total_d))
+    if len(total_d) < FEWEST:
+        return Estimate(value, np.nan, np.nan, len(total_d))
     with warnings.catch_warnings(action="ignore"):  # of an interval that BCa cannot give
         found = stats.bootstrap(
             (total_d, count_d),

@@ -4,7 +4,7 @@ Nothing is generated. The model reads the right answers, and their losses are co
 losses in control texts, which do not tell the answer. So the measures work for every vocabulary,
 and show a small gain long before a model would write the whole answer. A control text has the same
 tokens as the text, in almost the same places. So a model that counts tokens, in any order, gains
-nothing.
+nothing, except for RULER's `words`, whose control has other counts: there counting is the task.
 """
 
 from __future__ import annotations

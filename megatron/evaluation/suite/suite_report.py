@@ -84,7 +84,8 @@ def _table(measure: Measure) -> str:
     for row in measure.rows:
         found = row.estimate
         cells = [*map(_shown, row.at.values()), f"{found.value:.4f}"]
-        cells += [f"{found.low:.4f} to {found.high:.4f}", str(found.documents)]
+        interval = "none" if math.isnan(found.low) else f"{found.low:.4f} to {found.high:.4f}"
+        cells += [interval, str(found.documents)]
         cells += map(_shown, row.also.values())
         lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from megatron.evaluation.suite.intervals import FEWEST
 from megatron.evaluation.suite.measure import Measure
 from megatron.readable_numbers import told_apart
 
@@ -9,10 +10,14 @@ from megatron.readable_numbers import told_apart
 def verdict(measures: list[Measure]) -> list[str]:
     """Return sentences that sum up the measures of one model.
 
-    The first sentence says how much context the model uses, the second what far text does.
+    The first sentence says how much context the model uses, the second what far text does. With
+    fewer than `FEWEST` documents, the only sentence says that there is no verdict.
     """
     found = {measure.name: measure for measure in measures}
     field, rows = found["receptive_field"].answer, found["receptive_field"].rows
+    if field == "unclear":
+        documents = rows[-1].estimate.documents
+        return [f"No verdict: {documents} documents are long enough, and intervals need {FEWEST}."]
     longest, seen = rows[-1].at["context"], "no longer context is clearly better"
     lines = [f"The context is used up to {field:,} tokens: {seen}."]
     if field == 1:

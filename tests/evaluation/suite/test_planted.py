@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+from collections import Counter
 
 import pytest
 
@@ -35,4 +36,5 @@ def test_the_table_of_answers_has_no_false_one(repo_root):
     questions = vars(EXPECTED["pointer"])
     assert asked == {(name, question) for name in NAMES for question in questions}
     assert len(rows) == len({row["seed"] for row in rows}) * len(asked)
-    assert {row["right"] for row in rows} <= {"yes", "missed"}
+    right = Counter(row["right"] for row in rows)
+    assert right["yes"] + right["missed"] == len(rows) and right["missed"] <= 2
