@@ -98,6 +98,8 @@ def shape_of(model: ModelConfig) -> dict:
         values["sliding_window_width"] = max(1, round(model.sliding_window_width * length))
     usual = {"num_layers": 2, "num_kv_heads": 4, "intermediate_size": 128} | SMALL
     usual = ModelConfig.model_validate(usual).model_dump()
+    if model.head_dim * model.num_attention_heads == model.hidden_size:
+        values["head_dim"] = usual["head_dim"]
     return {
         str(key_of(ModelConfig, name)): value
         for name, value in values.items()

@@ -84,16 +84,15 @@ def generate(
         texts = groups.gather_from_job(options.read_prompts() if groups.is_main else [])[0]
         prompts = [[tokenizer.eod]] if texts is None else _encoded(texts, tokenizer, model)
         copies = [(n, k) for n in range(len(prompts)) for k in range(options.samples)]
-        prompts, texts = ([of[n] for n, _ in copies] for of in (prompts, texts or [""]))
+        prompts = [prompts[n] for n, _ in copies]
+        texts = [(texts or [""])[n] for n, _ in copies]
         # The last token is chosen, but never read.
         model.embedding.require_positions(max(map(len, prompts)) + options.max_new_tokens - 1)
         streams = len(texts) == 1 and not options.as_json
         if streams:
             write(texts[0])
-        rows = [
-            Continuation(tokenizer, ids, options.stops, write if streams else _nothing)
-            for ids in prompts
-        ]
+        to = write if streams else _nothing
+        rows = [Continuation(tokenizer, ids, options.stops, to) for ids in prompts]
         speed = Speed()
         for begin in range(0, len(rows), options.batch_size):
             batch = range(begin, min(begin + options.batch_size, len(rows)))

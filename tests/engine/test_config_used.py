@@ -17,7 +17,6 @@ from tests.helpers.paths import ROOT
 
 INNER = "config/sections/model.py computes inner_width from it, which engine/model_shape.py reads"
 READ_OTHERWISE = {
-    ("model", "intermediate_size"): INNER,
     ("model", "mlp_multiple_of"): INNER,
 }
 FIELDS = [(name, field) for name, section in SECTIONS.items() for field in section.model_fields]

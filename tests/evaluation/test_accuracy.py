@@ -32,7 +32,7 @@ from megatron.evaluation.suite.measure import Subject
 from megatron.model import GPT
 from megatron.parallel.groups import Groups, build_groups
 from megatron.parallel.loss import UNCOUNTED, inputs_and_targets, mean_loss
-from tests.evaluation.test_suite import SAMPLE, Letters, induction_model
+from tests.evaluation.suite.test_suite import SAMPLE, Letters, induction_model
 from tests.helpers.jobs import all_but_speed, digest, rows, train_run, write_config
 from tests.helpers.launch import run_ranks
 

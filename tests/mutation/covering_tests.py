@@ -35,7 +35,7 @@ ALSO = {
     ],
     "megatron/evaluation/held_out.py": ["tests/evaluation/test_held_out.py"],
     "megatron/evaluation/published_losses.py": ["tests/engine/checkpoint/test_published_start.py"],
-    "megatron/evaluation/suite/suite_report.py": ["tests/evaluation/test_suite.py"],
+    "megatron/evaluation/suite/suite_report.py": ["tests/evaluation/suite/test_suite.py"],
 }
 
 

@@ -11,7 +11,7 @@ from megatron.evaluation.suite.heads import heads
 from megatron.evaluation.suite.measure import Sample, Subject
 from megatron.model import GPT, BlockShape, GPTShape, Plan
 from megatron.positional import load
-from tests.evaluation.test_suite import GROUPS, SAMPLE, TOKENS, induction_model
+from tests.evaluation.suite.test_suite import GROUPS, SAMPLE, TOKENS, induction_model
 
 SHORT = Sample(SAMPLE.sequences_nT[:4, :65], SAMPLE.documents[:4], 16, (64,), 64)
 

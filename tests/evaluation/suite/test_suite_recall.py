@@ -10,7 +10,7 @@ import torch
 
 from megatron.evaluation.suite import recall
 from megatron.evaluation.suite.measure import Sample
-from tests.evaluation.test_suite_by_hand import subject
+from tests.evaluation.suite.test_suite_by_hand import subject
 
 
 def answers_seen(draws=None):

@@ -10,7 +10,7 @@ import torch
 from megatron.engine.errors import DivergedError
 from megatron.evaluation.suite.all_measures import measure_with_progress
 from megatron.evaluation.suite.measure import Subject
-from tests.evaluation.test_suite import GROUPS, SAMPLE, Letters, induction_model, measured
+from tests.evaluation.suite.test_suite import GROUPS, SAMPLE, Letters, induction_model, measured
 
 
 def test_a_broken_model_is_refused_and_short_text_warns_of_nothing():

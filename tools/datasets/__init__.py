@@ -1,1 +1,0 @@
-"""GPT-NeoX's command for tokenising text, under GPT-NeoX's path."""
