@@ -28,6 +28,10 @@ class Fading(Hook):
     def __init__(self, model: nn.Module, steps: int):
         self.model, self.steps = model, steps
 
+    def begin(self, step: int) -> None:
+        """Fade as in step `step`, for a validation of this step that was still due."""
+        self.before_step(max(step, 1))
+
     def before_step(self, number: int) -> None:
         fade(self.model, 1 - (number - 1) / self.steps)
 

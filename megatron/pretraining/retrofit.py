@@ -23,7 +23,7 @@ from megatron.engine.checkpoint.resume import Start
 from megatron.engine.checkpoint.saved_checkpoints import Kind, Saved
 from megatron.engine.errors import CheckpointError
 from megatron.engine.job_data import JobData
-from megatron.engine.local_model import Model
+from megatron.engine.local_model import Model, count_parameters
 from megatron.engine.model_shape import DTYPES
 from megatron.engine.training.batches import on_device
 from megatron.model import GPT
@@ -43,8 +43,8 @@ POSITIONS = (
 """The config keys that say what a model does with positions."""
 _RECORDED = {"rotary_base": "rotary_emb_base", "position_offset": "opt_pos_emb_offset"}
 """Other names of these keys in `RunDescription.model`."""
-MOST_SAMPLES, MOST_PRODUCTS = 16, 10**14
-"""The most samples on which the models are compared, and the most products of two numbers."""
+MOST_SAMPLES, MOST_PRODUCTS, MOST_ON_CPU = 16, 10**14, 10**12
+"""The most samples on which the models are compared, and the most products on a GPU and a CPU."""
 
 
 @dataclass(frozen=True)
@@ -75,46 +75,63 @@ class Retrofit:
             PositionalError: The positions cannot be fitted.
         """
         tokens_NS = data.first_samples(min(self.config.batch.train_batch_size, MOST_SAMPLES))
-        fitted, text = {}, ""
+        fitted, text, count = {}, "", count_parameters(model, groups)
         if tokens_NS is not None and groups.is_main:
             whole = (
                 groups.model.size * groups.pipe_size == 1 and self.config.parallel.zero_stage < 3
             )
             device = groups.device if whole else torch.device("cpu")  # where a large model fits
-            fitted, text = self._compare(*data.counting.pair(on_device(tokens_NS, device)), data)
+            cost, slow = count * (tokens_NS.shape[1] - 1), device.type == "cpu"
+            most = MOST_ON_CPU // cost if slow else max(1, MOST_PRODUCTS // cost)
+            pair = data.counting.pair(on_device(tokens_NS, device))
+            fitted, text = self._compare(*pair, data, most)
         fitted, text = groups.gather_from_job((fitted, text))[0]
         self.change.set_columns(dict(model.named_parameters()), fitted)
         return text
 
     @torch.no_grad()
     def _compare(
-        self, inputs: Tensor, targets: Tensor, data: JobData
+        self, inputs: Tensor, targets: Tensor, data: JobData, most: int
     ) -> tuple[dict[int, Tensor], str]:
-        """Return the fitted columns of theta, and lines with the losses of both models."""
-        anneal, fitted = self.config.checkpoint.retrofit_anneal, {}
-        texts, lines, precision = [], [], DTYPES[self.config.training.precision]
+        """Return the fitted columns of theta, and lines with the losses of both models.
+
+        Args:
+            most: The most samples for which the losses are computed. If it is 0, no model is built,
+                unless the config asks for a fit, which needs one.
+        """
+        fits, fitted, texts = self.config.checkpoint.retrofit_init == "fit", {}, []
+        precision = DTYPES[self.config.training.precision]
+        if not most and not fits:
+            skipped = f"  loss not compared: it takes more than {MOST_ON_CPU:.0e} products on a CPU"
+            return {}, "\n".join([*self._lines({}), skipped])
         for config, change in ((self.source, None), (self.config, self.change)):
             size, eod, kind = data.tokenizer.vocab_size, data.tokenizer.eod, inputs.device.type
             with_auto = config.model.model_copy(update={"attention_backend": "auto"})
             config = config.model_copy(update={"model": with_auto})
             model = GPT(plan_of(config, size, device_type=kind, eod=eod, training=False)).eval()
             load_weights(model, self.saved, change=change)
-            model.to(inputs.device)
+            model.to(device=inputs.device, dtype=None if fits else precision)
             if model.embedding.position_embeddings is not None:  # `learned` has so many positions
                 rows = config.model.max_position_embeddings - config.model.opt_pos_emb_offset
                 inputs, targets = inputs[:, :rows], targets[:, :rows]
-            if change is None and config.checkpoint.retrofit_init == "fit":
+            if change is None and fits:
                 fitted = fit_added(model, self.change, inputs)
             if change is not None:
                 change.set_columns(dict(model.named_parameters()), fitted)
-                fade(model, float(anneal > 0))
+                fade(model, float(config.checkpoint.retrofit_anneal > 0))
             model.to(precision)
             if change is None:
-                cost = sum(param.numel() for param in model.parameters()) * inputs.shape[1]
-                inputs, targets = (x[: max(1, MOST_PRODUCTS // cost)] for x in (inputs, targets))
+                inputs, targets = (x[: max(1, most)] for x in (inputs, targets))
             pairs = zip(inputs.split(1), targets.split(1), strict=True)
             losses = torch.cat([model(x, y).float() for x, y in pairs])
             texts.append(f"{mean_loss(losses, targets):.4f}")
+        where = f"{len(inputs)} samples of {inputs.shape[1]} tokens"
+        losses = f"{texts[0]} as the checkpoint was trained, {texts[1]} now"
+        return fitted, "\n".join([*self._lines(fitted), f"  loss on the first {where}: {losses}"])
+
+    def _lines(self, fitted: dict[int, Tensor]) -> list[str]:
+        """Return lines for the log about the window, the fading and the fitted values."""
+        lines, anneal = [], self.config.checkpoint.retrofit_anneal
         windows = [each.model.sliding_window_width for each in (self.source, self.config)]
         if windows[0] != windows[1]:
             lines.append(f"  sliding_window_width: {windows[0]} -> {windows[1]}")
@@ -123,9 +140,7 @@ class Retrofit:
         for n, value_H in fitted.items():
             values = ", ".join(f"{value:.3g}" for value in value_H.tolist())
             lines.append(f"  fitted {self.change.new.parameters[n].name}: {values}")
-        where = f"{len(inputs)} samples of {inputs.shape[1]} tokens"
-        losses = f"{texts[0]} as the checkpoint was trained, {texts[1]} now"
-        return fitted, "\n".join([*lines, f"  loss on the first {where}: {losses}"])
+        return lines
 
 
 def retrofit_of(config: Config, start: Start, new: PositionalEmbedding) -> Retrofit | None:
@@ -140,9 +155,17 @@ def retrofit_of(config: Config, start: Start, new: PositionalEmbedding) -> Retro
 
     Raises:
         CheckpointError: The config sets `retrofit_anneal`, and no rotary embedding can fade; or the
-            positions differ and the config names no `pos_emb`.
+            positions or windows differ and the config does not name the key; or a run that resumes
+            before its last faded step has another `retrofit_anneal`.
     """
     saved, c, layers = start.saved, config.checkpoint, config.model.num_layers
+    if saved is not None and start.resumes:
+        was, now = saved.record.config.get("retrofit_anneal", 0), c.retrofit_anneal
+        if was != now and saved.step < max(was, now):
+            raise CheckpointError(
+                f"{saved.path} was trained with retrofit_anneal: {was}, and the config says {now}; "
+                f"write retrofit_anneal: {was}, or another `save` to start again"
+            )
     if saved is None or not c.finetune or start.resumes:
         return None
     source = _source(config, saved)
@@ -160,11 +183,14 @@ def retrofit_of(config: Config, start: Start, new: PositionalEmbedding) -> Retro
     same = all(old.of_layer(layer) == new.of_layer(layer) for layer in range(layers))
     if same and windows[0] == windows[1]:
         return None
-    if not same and "pos_emb" not in config.origins:
-        raise CheckpointError(
-            f"{saved.path} was trained with pos_emb: {source.model.pos_emb}, and the config names "
-            "no pos_emb; write this one, or the one that the model should have from now on"
-        )
+    differs = {"pos_emb": not same, "sliding_window_width": windows[0] != windows[1]}
+    for key in differs:
+        if differs[key] and key not in config.origins:
+            raise CheckpointError(
+                f"{saved.path} was trained with {key}: {getattr(source.model, key)}, and the "
+                f"config names no {key}; write this one, or the one that the model should have "
+                "from now on"
+            )
     gentle, length = c.retrofit_init != "drawn", config.model.seq_length
     change = ChangedPositions(old, new, layers, length, gentle, tuple(config.model.theta_init))
     return Retrofit(config, source, saved, change)

@@ -210,13 +210,13 @@ class Job:
         c, engine, groups, start = self.config, self.engine, self.groups, self.progress
         preemption.begin()
         speed = speed_of(c, self.model.shape, groups, self.data.document_lengths())
+        steps = c.checkpoint.retrofit_anneal
         hooks: list[Hook] = [
+            *([Fading(self.model, steps)] if steps else []),  # before a validation that is due
             LossGuard(engine, groups, c.training, log),
             StepLog(c, engine, groups, self.theta, speed, log),
             Validation(partial(self._validate, log), log),
         ]
-        if steps := c.checkpoint.retrofit_anneal:
-            hooks.append(Fading(self.model, steps))
         saving = Saving(saver, start, loader, hooks[:])
         hooks += [saving, StepProfiler(c.logging, self.run_dir, log)]
         loop = TrainingLoop(

@@ -18,6 +18,7 @@ from megatron.engine.open_run import open_run
 from megatron.hub.importing import import_folder
 from megatron.model import GPT
 from megatron.positional import PositionalError
+from megatron.pretraining import retrofit
 from tests.helpers.hub import hub_model
 from tests.helpers.jobs import rows, run_job, write_config, write_shards
 from tests.helpers.launch import run_ranks
@@ -186,8 +187,12 @@ REFUSED = {
         "retrofit_init": "fit",
     },
     "not rotary -> forget_gate; write": {"pos_emb": "forget_gate", "retrofit_init": "fit"},
-    "pos_emb drops: ": {"pos_emb": "rotary + alibi", "retrofit_anneal": 2},
-    "with this config's rotary_pct": {"rotary_emb_base": 500.0, "retrofit_anneal": 2},
+    "pos_emb drops: ": {"pos_emb": "rotary + alibi", "retrofit_anneal": 2, "train_iters": 3},
+    "with this config's rotary_pct": {
+        "rotary_emb_base": 500.0,
+        "retrofit_anneal": 2,
+        "train_iters": 3,
+    },
 }
 
 
@@ -202,6 +207,9 @@ def test_models_that_differ_in_more_are_refused_by_name(folder, tmp_path):
     lines = configs[-1].read_text().splitlines()  # without pos_emb, whose default is another one
     configs[-1].write_text("\n".join(line for line in lines if not line.startswith("pos_emb:")))
     expected = [*REFUSED, "was trained with pos_emb: rotary, and the config names no pos_emb"]
+    keys |= {"load": str(folder / "window"), "pos_emb": "rotary"}
+    configs.append(write_config(tmp_path / "windowless.yml", prefix, **keys))
+    expected.append("sliding_window_width: 4, and the config names no sliding_window_width; write")
     for error, wanted in zip(run_ranks(1, attempt, folder, configs)[0], expected, strict=True):
         assert wanted in error
 
@@ -215,46 +223,25 @@ def test_the_keys_need_loaded_weights(tmp_path):
         load_config([write_config(tmp_path / "c.yml", "text", **keys)])
 
 
-FADE = {"retrofit_anneal": 4, "pos_emb": "kerple_log", "warmup": 0.0}
-FADE |= {"lr_decay_style": "constant", "train_iters": 6}
-FADE |= {"optimizer": {"type": "SGD", "params": {"lr": 1e-30}}, "weight_decay": 0.0}
+def train_too_large(groups, folder, configs):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(retrofit, "MOST_ON_CPU", 1)
+        train_all(groups, folder, configs)
 
 
-def fade(groups, folder, prefix):
-    keys = keys_of(folder, "none") | FADE | {"save": str(folder / "fade")}
-    run_job(groups, write_config(folder / "fade.yml", prefix, **keys))
-    keys |= {"optimizer": {"type": "Adam", "params": {"lr": 0.01}}, "save": str(folder / "whole")}
-    run_job(groups, write_config(folder / "whole.yml", prefix, **keys))
-    for _ in range(2):
-        stop = {"save": str(folder / "broken"), "exit_interval": 3}
-        run_job(groups, write_config(folder / "broken.yml", prefix, **keys | stop))
+def test_a_large_model_is_not_compared_on_a_cpu_unless_it_is_fitted(folder, tmp_path):
+    prefix, both = str(folder / "text_document"), keys_of(folder, "both")
+    configs = []
+    for name in ("gentle", "fit"):
+        keys = {"retrofit_init": name, "save": str(tmp_path / name), "pos_emb": "kerple_log"}
+        configs.append(write_config(tmp_path / f"{name}.yml", prefix, **both | keys))
+    run_ranks(1, train_too_large, tmp_path, configs)
+    gentle, fit = ((tmp_path / f"{name}.log").read_text() for name in ("gentle", "fit"))
+    assert "loss not compared: it takes more than" in gentle and "as the checkpoint" not in gentle
+    assert "loss on the first 1 samples" in fit and "  fitted bias_p: " in fit
 
 
-def test_old_positions_fade_and_a_resumed_run_goes_on_where_they_were(folder):
-    """The weights do not move here. Fading by f is position interpolation by the factor 1 / f."""
-    run_ranks(1, fade, folder, str(folder / "text_document"))
-    stored = weights(folder, "fade")
-    for step, factor in enumerate([1.0, 4 / 3, 2.0, 4.0, None, None]):
-        keys = {"pos_emb": "rotary + kerple_log"}
-        if factor is None:
-            keys = {"pos_emb": "kerple_log"}
-        elif factor > 1:
-            keys["rope_scaling"] = {"rope_type": "linear", "factor": factor}
-        changes = keys | SIZES | {"attention_backend": "eager", "train_iters": 6}
-        path = write_config(folder / "reference.yml", str(folder / "text_document"), **changes)
-        model = GPT(plan_of(load_config([path]), 257, device_type="cpu")).double().eval()
-        model.load_state_dict(stored)
-        with torch.no_grad():
-            wanted = model(*batch(load_config([path]), consumed=4 * step)).mean().item()
-        assert rows(folder / "fade")[step + 1] == pytest.approx(wanted, abs=2e-6)
-    assert rows(folder / "broken") == rows(folder / "whole")
-    assert torch.equal(theta(folder, "broken"), theta(folder, "whole"))
-    half = folder / "broken"
-    (half / "latest").write_text("global_step3")
-    assert any("step 3 of retrofit_anneal 4" in note for note in open_run(half).notes)
-
-
-def train_imports(groups, folder, configs):
+def train_all(groups, folder, configs):
     for config in configs:
         with config.with_suffix(".log").open("w") as log, redirect_stdout(log):
             run_job(groups, config)
@@ -279,7 +266,7 @@ def test_imports_get_new_positions(folder, tmp_path):
         keys |= SIZES | STILL | {"load": str(load), "finetune": True, "warmup": 0.5}
         keys |= {"save": str(tmp_path / f"tuned_{name}")}
         configs.append(write_config(tmp_path / f"{name}.yml", prefix, **keys))
-    run_ranks(1, train_imports, tmp_path, configs)
+    run_ranks(1, train_all, tmp_path, configs)
     theta_HN = newest(tmp_path / "imported").weights()["embedding.theta"]
     for name in ("imported", "release"):
         tuned = newest(tmp_path / f"tuned_{name}").weights()

@@ -19,6 +19,14 @@ def _fading(anneal: int, compiles: bool) -> Found | None:
         return "retrofit_anneal", f"{text}; write torch_compile: false"
 
 
+@relation("retrofit_anneal", "train_iters")
+def _faded(anneal: int, steps: int) -> Found | None:
+    if anneal and anneal >= steps:
+        text = f"{anneal} with train_iters {steps}: the last model would still have a part of its "
+        text += "old positions, which evaluation and exports leave out"
+        return "retrofit_anneal", f"{text}; write a number below train_iters"
+
+
 @relation("finetune", "save", "load")
 def _finetune(finetune: bool, save: str, load: str) -> Found | None:
     if finetune and save.rstrip("/") == load.rstrip("/"):

@@ -61,5 +61,5 @@ class CheckpointConfig(Section):
     finetune: Flag = False  # start at step 0 from the weights of `load`
     # not in GPT-NeoX: how theta of a new pos_emb starts with finetune; fit: as the old one acted
     retrofit_init: RetrofitInit = "gentle"
-    # not in GPT-NeoX: steps over which the angles of a dropped rotary embedding shrink to 0
+    # not in GPT-NeoX: steps, below train_iters, in which a dropped rotary embedding fades out
     retrofit_anneal: Count = 0
