@@ -45,11 +45,11 @@ from megatron.run_folder import MOST_BYTES, RunFolder
 from megatron.version import __version__, fingerprint
 
 LONGEST_PATCH = 1 << 20
-"""The most characters of a patch that are recorded. A file with more bytes has no difference."""
+"""The most characters of a patch that are recorded."""
 DEADLINE = 10.0
 """The seconds that all calls of git may take together, because all ranks wait for them."""
-_DIFF = ("-c", f"core.bigFileThreshold={LONGEST_PATCH}", "diff", "HEAD", "--no-ext-diff",
-         "--no-textconv", "--no-color", "--relative", "--", "*.py", "*.yml", "*.toml")  # fmt: skip
+_DIFF = ("diff", "HEAD", "--no-ext-diff", "--no-textconv", "--no-color", "--relative", "--",
+         "*.py", "*.yml", "*.toml")  # fmt: skip
 _STEERING = re.compile(
     "(CUDA|CUBLAS|NCCL|GLOO|TORCH|PYTORCH|OMP|GOMP|MKL|ONEDNN|TRITON|SLURM_JOB|WORLD_SIZE)(_|$)"
 )
