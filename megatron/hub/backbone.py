@@ -118,6 +118,8 @@ class KerpleModel(KerplePreTrainedModel):
         if x_BTD is None:
             x_BTD = self.embedding.word_embeddings(input_ids)
         keeps = not (self.gradient_checkpointing and self.training)
+        if not keeps and past_key_values is not None and past_key_values.get_seq_length():
+            raise ValueError("gradient checkpointing reads no past_key_values; use model.eval()")
         keeps = keeps and _or(use_cache, self.config.use_cache)
         cache = DynamicCache() if keeps and past_key_values is None else past_key_values
         ids_BT = packed_positions(position_ids, seq_idx, cu_seq_lens_q, cu_seq_lens_k)

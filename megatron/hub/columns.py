@@ -10,7 +10,7 @@ Legend: B rows, T new tokens, S all tokens (cached ones and new ones).
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -48,11 +48,19 @@ class Columns:
     ended_BT: Tensor | None = None
     vectors: dict = field(default_factory=dict)
 
+    def to(self, device: Any, **_: Any) -> Columns:
+        """Return a copy on `device`: accelerate moves a layer's arguments by this method."""
+        tensors = {name: x.to(device) for name, x in vars(self).items() if isinstance(x, Tensor)}
+        return replace(self, **tensors)
+
 
 def columns_of(
     x_BTD: Tensor, mask_BS: Tensor | None, position_ids: Tensor | None, cache: Cache | None
 ) -> Columns:
     """Return the columns of new tokens.
+
+    A compiled graph does not check the values of the mask and of the positions, because that would
+    wait for the device.
 
     Args:
         x_BTD: The vectors of the new tokens.

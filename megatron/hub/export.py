@@ -155,6 +155,7 @@ def _theta(model: GPT) -> Tensor:
 def _common(run: OpenRun) -> dict[str, Any]:
     """Return the entries of config.json that every class has."""
     saved: Any = run.saved  # None for a model that was never saved
+    lineage, step = (saved.lineage, saved.step) if saved else (None, None)
     return {
         "dtype": str(run.dtype).removeprefix("torch."),
         "eos_token_id": run.tokenizer.eod,
@@ -162,7 +163,7 @@ def _common(run: OpenRun) -> dict[str, Any]:
         "tie_word_embeddings": run.model.shape.tie_weights,
         "vocab_size": run.model.shape.vocab_size,
         OWN_KEYS: own_keys(run.config),
-        RUN: {"run": saved.lineage, "step": saved.step, "version": __version__} if saved else {},
+        RUN: {"run": lineage, "step": step, "version": __version__},
     }
 
 

@@ -90,8 +90,8 @@ class Theta(nn.Module):
     """The parameters theta [heads, columns] of the positional embedding, in fp32 at least.
 
     Training keeps theta within its bounds, after each step of a `torch.optim.Optimizer` that holds
-    theta and, for other optimizers, at the next pass. A column that all heads share follows its first head.
-    Columns that are not trained get no gradient.
+    theta and, for other optimizers, at the next pass. A column that all heads share follows its
+    first head. Columns that are not trained get no gradient.
     """
 
     def __init__(self, pos: PositionalEmbedding, heads: int):

@@ -93,7 +93,8 @@ def probabilities(call: PaddedCall) -> Tensor:
     """Return the attention probabilities [B, H, T, S], as the output for one-hot values."""
     shape = (*call.k_BKSE.shape[:2], call.end, call.end)
     v_BKSS = torch.eye(call.end, device=call.q_BHTE.device).expand(shape)
-    return eager(lowered(replace(call, v_BKSE=v_BKSS), grouped=False))
+    with torch.autocast(call.q_BHTE.device.type, enabled=False):
+        return eager(lowered(replace(call, v_BKSE=v_BKSS), grouped=False))
 
 
 def _eager(module: nn.Module, call: PaddedCall) -> Tensor:

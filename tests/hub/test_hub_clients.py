@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from accelerate.hooks import AlignDevicesHook, add_hook_to_module
 from datasets import Dataset
 from peft import LoraConfig, get_peft_model
 from torch.export import Dim, export
@@ -16,6 +17,7 @@ from transformers import (
 )
 from trl import DPOConfig, DPOTrainer, SFTConfig, SFTTrainer
 
+from megatron.hub.columns import columns_of
 from megatron.hub.export import export as write_export
 from megatron.positional import bounds
 from tests.helpers.hub import tokens, trained
@@ -139,6 +141,19 @@ def test_generation(folder, model, tokenizer):
     new = beams.sequences[0, prompt["input_ids"].shape[1] :, None]
     score = logits.log_softmax(-1).gather(1, new).mean()
     torch.testing.assert_close(beams.sequences_scores[0], score, rtol=0, atol=1e-3)
+
+
+@torch.no_grad()
+def test_accelerate_moves_the_arguments_of_layers(model):
+    """As `device_map` does with layers on several devices."""
+    ids, mask = tokens(2, 9), torch.ones(2, 9, dtype=torch.int64)
+    mask[1, :3] = 0
+    wanted = model(ids, attention_mask=mask).logits
+    for layer in model.model.layers:
+        add_hook_to_module(layer, AlignDevicesHook("cpu", io_same_device=True))
+    assert torch.equal(model(ids, attention_mask=mask).logits, wanted)
+    at = columns_of(torch.zeros(2, 9, 4), mask, None, None).to(torch.device("meta"))
+    assert at.columns_T.is_meta and at.positions_BT.is_meta and at.first_BT.is_meta
 
 
 @torch.no_grad()

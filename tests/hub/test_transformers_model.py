@@ -14,7 +14,8 @@ from megatron.hub.modeling_kerple import (
     KerpleForSequenceClassification,
     KerpleModel,
 )
-from megatron.positional import bounds
+from megatron.hub.padded_call import PaddedCall, probabilities
+from megatron.positional import bounds, load
 from tests.helpers.hub import EMBEDDINGS, close, model_of, tokens, trained
 
 
@@ -96,6 +97,18 @@ def test_scores_are_fp32_under_autocast(name):
     close(logits[mask.bool()].float(), wanted, 0.15)
 
 
+def test_probabilities_are_fp32_under_autocast():
+    q_BHTE, k_BKSE = torch.randn(2, 1, 2, 9, 8, generator=torch.Generator().manual_seed(1))
+    columns = {"columns_T": torch.arange(9), "positions_BT": torch.arange(9)[None]}
+    call = PaddedCall(
+        q_BHTE, k_BKSE, k_BKSE, load("none"), torch.zeros(2, 0), **columns, scale=1.0,
+        first_BT=None, vectors={},
+    )  # fmt: skip
+    wanted_BHTS = (q_BHTE @ k_BKSE.mT).masked_fill(~torch.ones(9, 9).tril().bool(), -torch.inf)
+    with torch.autocast("cpu", torch.bfloat16):
+        close(probabilities(call), wanted_BHTS.softmax(-1), 1e-6)
+
+
 def test_classification_reads_the_last_token_that_is_not_padding():
     model = model_of(kind=KerpleForSequenceClassification, num_labels=3)
     ids, mask = tokens(2, 9), torch.ones(2, 9, dtype=torch.int64)
@@ -117,6 +130,9 @@ def test_gradient_checkpointing_changes_nothing(reentrant):
     model.gradient_checkpointing_enable({"use_reentrant": reentrant})
     model(ids, labels=ids).loss.backward()
     close([x.grad for x in model.parameters()], list(wanted))
+    cache = model.eval()(ids).past_key_values
+    with pytest.raises(ValueError, match="gradient checkpointing reads no past_key_values"):
+        model.train()(ids, past_key_values=cache)
 
 
 @pytest.mark.parametrize("optimizer", ["adamw_torch", "sgd", "adafactor"])
