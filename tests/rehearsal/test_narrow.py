@@ -12,6 +12,7 @@ MODELS = sorted(
     for path in ROOT.glob(f"configs/{kind}/*.yml")
 )
 LAYOUT = ["model_parallel_size=2", "pipe_parallel_size=2", "train_micro_batch_size_per_gpu=4"]
+STEPS = ["gradient_accumulation_steps=9", "train_batch_size=null"]
 
 
 def small_and_large(folder, files, changes, size):
@@ -29,8 +30,7 @@ def test_every_ready_model_can_be_rehearsed(tmp_path, file):
     files = [file, "configs/pos_emb/kerple_log.yml", "configs/paper/train.yml"]
     heads = load_config([ROOT / each for each in files]).model.num_attention_heads
     layout = LAYOUT if heads % 2 == 0 else LAYOUT[1:]
-    nine = ["train_batch_size=null", "gradient_accumulation_steps=9"]
-    small, large = small_and_large(tmp_path, files, [*layout, *nine], 16)
+    small, large = small_and_large(tmp_path, files, [*layout, *STEPS], 16)
     assert small.parallel == large.parallel.model_copy(update={"distributed_backend": None})
     assert small.model.num_attention_heads == large.model.num_attention_heads
     assert small.model.num_layers in (2, 3)

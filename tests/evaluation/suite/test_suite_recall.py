@@ -53,7 +53,7 @@ def test_a_needle_is_hidden_at_its_depth_and_asked_for_at_the_end():
                     == np.delete(text, slice(split + 8, split + 24))).all()  # fmt: skip
         assert row.also["probability"] == pytest.approx(math.exp(-1))
         assert row.estimate.value == 0  # a model that knows which tokens occurred gains nothing
-    assert "no answer is predicted better" in found.says and found.answer == []
+    assert "no answer is surely predicted better" in found.says and found.answer == []
 
 
 def test_needles_that_fill_half_the_text_are_left_out():
@@ -65,7 +65,8 @@ def test_needles_that_fill_half_the_text_are_left_out():
         found = recall.copying(model, sample)
         assert len(found.rows) == cells
         assert found.says == (
-            "Copy of random tokens: no answer is predicted better because it occurs in the text."
+            "Copy of random tokens: no answer is surely predicted better because it occurs in the "
+            "text."
         )
 
 
