@@ -144,9 +144,8 @@ _LIVE: WeakSet[Theta] = WeakSet()
 
 def _project_all(optimizer: Any, *_: Any) -> None:
     held = {id(each) for group in optimizer.param_groups for each in group["params"]}
-    for theta in _LIVE:
-        if id(theta.theta) in held:
-            theta.project()
+    for theta in (each for each in _LIVE if id(each.theta) in held):
+        theta.project()
 
 
 register_optimizer_step_post_hook(_project_all)
@@ -183,11 +182,10 @@ class Attention(nn.Module):
     def __init__(self, config: KerpleConfig, index: int, pos: PositionalEmbedding, columns: slice):
         super().__init__()
         hidden, bias = config.hidden_size, config.attention_bias
-        self.config = config
+        self.config, self.index, self.pos, self.columns = config, index, pos, columns
         heads, key_heads = config.num_attention_heads, config.num_key_value_heads
         self.size = config.head_size or hidden // heads
         self.group, inner = heads // key_heads, heads * self.size
-        self.index, self.pos, self.columns = index, pos, columns
         self.rotary = {"rotary_ndims": config.rotary_ndims, "base": config.rotary_base}
         self.window = config.windows[index] if config.windows else None
         widths = inner + 2 * key_heads * self.size
