@@ -110,9 +110,13 @@ def receptive_field(subject: Subject, sample: Sample, full_nT: np.ndarray) -> Me
     rows = []
     for context, losses_nT in losses.items():
         gain = mean_of(losses_nT - losses[best], sample.documents, comparisons=len(losses))
-        also = {"more_than_best": gain.value, "more_low": gain.low, "more_high": gain.high}
         worse = "yes" if gain.effect() == "gain" else "no"
-        also["worse"] = "unclear" if np.isnan(gain.low) else worse
+        also = {
+            "more_than_best": gain.value,
+            "more_low": gain.low,
+            "more_high": gain.high,
+            "worse": "unclear" if np.isnan(gain.low) else worse,
+        }
         rows.append(Row({"context": context}, mean_of(losses_nT, sample.documents), also))
     field = field_of(rows)
     says = "How much context is used is unclear: there are too few documents."
