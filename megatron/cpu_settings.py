@@ -17,7 +17,7 @@ LONG_SPIN, SHORT_SPIN = 30_000, 3_000
 VARIABLES = {"OMP_WAIT_POLICY", "GOMP_SPINCOUNT"}
 SAMPLES, PAUSE = 5, 0.002
 _chosen: list[str] = []
-"""Why `choose_waiting` chose what it chose, as text for the log."""
+"""The reason for the choice of `choose_waiting`, as text for the log; empty before the choice."""
 
 
 def choose_waiting() -> None:

@@ -131,7 +131,7 @@ def _write_config(source: Path, folder: Path, target: Path, keys: dict[str, Any]
 
 
 def _tokenizer_in(source: Path, folder: Path, config: Config, rows: int) -> Tokenizer:
-    """Build the tokenizer whose files are in `source`, or else in `folder`.
+    """Build the tokenizer whose file is in `source`. If the file is not there, take `folder`'s.
 
     Raises:
         HubError: The tokenizer has ids for which the model has no embedding.

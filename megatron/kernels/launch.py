@@ -29,8 +29,8 @@ FILL = 1024
 """The number of programs of `key_pass` that fill a GPU.
 
 A GPU has 108 (A100) or 132 (H200) multiprocessors, with one or two programs at a time. The first
-keys of a sequence are seen by all queries, the last ones by few. So about four programs are needed
-for each place, or else most places wait for the longest programs."""
+keys of a sequence are seen by all queries, the last ones by few, so programs differ in length. With
+about four programs for each place, few places wait for the longest programs."""
 
 FEW, MANY = 64, 1024
 """Up to FEW query rows of a key head divide more than MANY keys into parts. Fewer keys take less

@@ -138,7 +138,7 @@ def _machine(device: torch.device) -> str:
 
 
 def code_of(root: Path) -> tuple[dict[str, Any], str]:
-    """Return what is known about the code in the folder `root`, and its difference to the commit.
+    """Return facts about the code in the folder `root`, and its difference to the commit.
 
     The commit or the patch is None, and `why` says the reason, if the folder is no checkout of git
     or git does not answer within `DEADLINE` seconds in all.

@@ -31,7 +31,7 @@ Finding = tuple[bool, str]
 
 
 def readiness(config: Config) -> Iterator[Finding]:
-    """Yield what was found about the run's text, checkpoints and folders, and every problem."""
+    """Yield facts and problems of the run's text, checkpoints and folders."""
     if not str(config.data.data_path).startswith("builtin:"):
         yield from _text(config)
     if config.checkpoint.save and config.training.train_iters:
