@@ -2,7 +2,7 @@
 
 Between two operations of torch, OpenMP's threads spin for a while before they sleep. On an idle
 machine, a training step is faster if they spin for long. Beside a busy program, it is then half as
-fast (docs/performance.md), because threads that spin take the processor from threads that work.
+fast (docs/lab/performance.md), because threads that spin take the processor from threads that work.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Write the table of `tools/gpu_trial.py`: goals of docs/performance.md beside measurements."""
+"""Write the table of `tools/gpu_trial.py`: goals of docs/lab/performance.md beside measurements."""
 
 from __future__ import annotations
 

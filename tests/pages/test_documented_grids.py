@@ -20,7 +20,7 @@ HAND_SCALE = [
     ("On prose", "prose"),
     ("On LaTeX", "latex"),
 ]
-"""The headings of the hand-scale grid in docs/results.md, and the folders of its CSV files."""
+"""The headings of the hand-scale grid in docs/lab/measurements.md, and the folders of its CSV files."""
 
 
 def perplexities(repo_root: Path, folder: str) -> pd.DataFrame:
@@ -36,7 +36,7 @@ def means(repo_root: Path, folder: str) -> pd.DataFrame:
 
 @pytest.mark.parametrize(("heading", "folder"), [*HAND_SCALE, ("Beyond the paper", "terms")])
 def test_perplexities_of_the_hand_scale_grid(heading, folder, repo_root):
-    table = rows(repo_root / "docs" / "results.md", heading)
+    table = rows(repo_root / "docs" / "lab" / "measurements.md", heading)
     measured = perplexities(repo_root, folder)
     lengths = [name for name in table[0] if name.replace(",", "").isdigit()]
     names = [row["embedding"].replace(" + ", "+") for row in table]
@@ -55,7 +55,7 @@ def test_perplexities_of_the_hand_scale_grid(heading, folder, repo_root):
 def test_percentages_beyond_the_paper(repo_root):
     measured = means(repo_root, "terms")
     change = 100 * (measured / measured.loc["kerple_log"] - 1)
-    text = (repo_root / "docs" / "results.md").read_text().replace("\n", " ")
+    text = (repo_root / "docs" / "lab" / "measurements.md").read_text().replace("\n", " ")
     slopes, sink = change.loc["alibi_learned"], change.loc["sink+kerple_log"]
     assert (
         f"{-slopes[128]:.1f}% below `kerple_log` at 128 and {-slopes[8192]:.1f}% at 8,192" in text
@@ -80,7 +80,7 @@ def test_percentages_beyond_the_paper(repo_root):
     [*HAND_SCALE, ("Are two backends equal?", "backends")],
 )
 def test_verdicts_of_the_hand_scale_grids(heading, folder, repo_root):
-    text = (repo_root / "docs" / "results.md").read_text().split(f"## {heading}\n")[1]
+    text = (repo_root / "docs" / "lab" / "measurements.md").read_text().split(f"## {heading}\n")[1]
     items = re.split(r"\n## ", text)[0].replace("\n  ", " ").splitlines()
     verdicts = pd.read_csv(repo_root / "docs" / "results" / folder / "verdicts.csv")
     assert len(verdicts)
@@ -96,7 +96,7 @@ def test_verdicts_of_the_hand_scale_grids(heading, folder, repo_root):
 
 
 def test_percentages_of_the_hand_scale_grid(repo_root):
-    text = (repo_root / "docs" / "results.md").read_text().replace("\n", " ")
+    text = (repo_root / "docs" / "lab" / "measurements.md").read_text().replace("\n", " ")
     folder = repo_root / "docs" / "results" / "code"
     measured, mean = perplexities(repo_root, "code"), means(repo_root, "code")
     power = 100 * (1 - mean.loc["kerple_power"] / mean.loc["kerple_log"])
@@ -119,7 +119,7 @@ def test_percentages_of_the_hand_scale_grid(repo_root):
 
 
 def test_percentages_on_prose(repo_root):
-    text = one_line(repo_root / "docs" / "results.md").split("### On prose")[1]
+    text = one_line(repo_root / "docs" / "lab" / "measurements.md").split("### On prose")[1]
     measured, mean = perplexities(repo_root, "prose"), means(repo_root, "prose")
     assert mean.loc["kerple_log"].is_monotonic_decreasing and "with every doubling up to" in text
     alibi, power, rotary, rpe = (
@@ -138,7 +138,7 @@ def test_percentages_on_prose(repo_root):
 
 
 def test_percentages_on_latex_and_on_all_texts(repo_root):
-    text = one_line(repo_root / "docs" / "results.md").split("### On LaTeX")[1]
+    text = one_line(repo_root / "docs" / "lab" / "measurements.md").split("### On LaTeX")[1]
     texts = {folder: means(repo_root, folder) for _, folder in HAND_SCALE}
     mean = texts["latex"]
     alibi, power, rpe = (
@@ -170,14 +170,14 @@ def test_backends_of_the_hand_scale_grid(repo_root):
     measured = results[results["metric"] == "loss"]
     loss = measured.pivot_table("value", ["length", "seed"], "backend")
     largest = (loss["blocked"] / loss["eager"] - 1).abs().max()
-    text = one_line(repo_root / "docs" / "results.md")
+    text = one_line(repo_root / "docs" / "lab" / "measurements.md")
     assert f"Runs of one seed differ by {largest:.0e} of the loss".replace("e-0", "e-") in text
 
 
 def test_learning_rates_of_the_hand_scale_grid(repo_root):
     measured = perplexities(repo_root, "lr").set_index(["embedding", "lr"])["value"]
     grid = (repo_root / "configs" / "paper" / "stand_in.yml").read_text()
-    table = rows(repo_root / "docs" / "results.md", "The search of learning rates")
+    table = rows(repo_root / "docs" / "lab" / "measurements.md", "The search of learning rates")
     assert {row["embedding"] for row in table} == set(measured.index.unique("embedding"))
     for row in table:
         embedding = row.pop("embedding")
@@ -191,7 +191,7 @@ def test_learning_rates_of_the_hand_scale_grid(repo_root):
 
 
 def test_the_gap_to_alibi_over_the_length(repo_root):
-    page = repo_root / "docs" / "results.md"
+    page = repo_root / "docs" / "lab" / "measurements.md"
     table = rows(page, r"Does the gap to ALiBi open\?")
     assert [row["text"] for row in table] == ["code", "prose", "LaTeX"]
     for row in table:
@@ -221,7 +221,7 @@ def test_the_gap_to_alibi_over_the_length(repo_root):
 
 def test_the_gain_of_far_text(repo_root):
     docs = repo_root / "docs"
-    table = rows(docs / "results.md", r"Does far text help\?")
+    table = rows(docs / "lab" / "measurements.md", r"Does far text help\?")
     twins = [f"results/code/windowed_twin_{name}.csv" for name in ("kerple_log", "alibi")]
     files = ("quickstart/suite/windowed_twin.csv", *twins)
     for row, name in zip(table, files, strict=True):
@@ -230,6 +230,5 @@ def test_the_gain_of_far_text(repo_root):
         assert row["gain"] == f"{found.value:+.4f} [{found.low:+.4f}, {found.high:+.4f}]"
     loss = pd.read_csv(docs / "quickstart" / "suite" / "by_length.csv").set_index("length")["loss"]
     gain, fall = pd.read_csv(docs / files[0]).iloc[0].value, loss[128] - loss[2048]
-    assert f"the fall of {fall:.3f} nats" in one_line(docs / "results.md")
-    assert f"explains {gain:.3f}. The" in one_line(docs / "results.md")
-    assert f"explains {gain:.3f} of {fall:.3f} nats" in one_line(repo_root / "README.md")
+    assert f"the fall of {fall:.3f} nats" in one_line(docs / "lab" / "measurements.md")
+    assert f"explains {gain:.3f}. The" in one_line(docs / "lab" / "measurements.md")

@@ -12,7 +12,7 @@ def test_percentages_of_the_length_tasks(repo_root):
     found = pd.read_csv(repo_root / "docs" / "length_tasks" / "results.csv")
     exact = found[found["metric"] == "exact"].set_index(["task", "length", "embedding"])
     exact = 100 * exact["value"].sort_index()
-    text = one_line(repo_root / "docs" / "length_tasks.md")
+    text = one_line(repo_root / "docs" / "lab" / "length_task_results.md")
     longer = exact["sort", 20]
     assert f"(`none`) is right on {longer['none']:.1f}% of the rows of twice" in text
     assert f"every other embedding on at most {longer.drop('none').max():.1f}%" in text
@@ -30,7 +30,7 @@ def test_percentages_of_the_length_tasks(repo_root):
     ],
 )
 def test_accuracies_of_the_length_tasks(heading, file, runs, repo_root):
-    table = rows(repo_root / "docs" / "length_tasks.md", heading)
+    table = rows(repo_root / "docs" / "lab" / "length_task_results.md", heading)
     found = pd.read_csv(repo_root / "docs" / "length_tasks" / file)
     found = found[found["task"] != "mqar"]
     values = found.set_index(["task", "embedding", "length", "metric"])["value"]
@@ -44,7 +44,7 @@ def test_accuracies_of_the_length_tasks(heading, file, runs, repo_root):
 
 
 def test_accuracies_of_recall_with_three_seeds(repo_root):
-    table = rows(repo_root / "docs" / "length_tasks.md", "Measured: recall with three seeds")
+    table = rows(repo_root / "docs" / "lab" / "length_task_results.md", "Measured: recall with three seeds")
     found = pd.read_csv(repo_root / "docs" / "length_tasks" / "crosses.csv")
     found = found[(found["task"] == "mqar") & (found["metric"] == "exact")]
     values = found.set_index(["embedding", "length", "seed"])["value"].sort_index()
@@ -60,7 +60,7 @@ def test_percentages_of_the_crosses(repo_root):
     found = found[found["seed"] == 1235].set_index(["metric", "task", "length", "embedding"])
     values = 100 * found["value"].sort_index()
     exact, token = values["exact"], values["token"]
-    text = one_line(repo_root / "docs" / "length_tasks.md")
+    text = one_line(repo_root / "docs" / "lab" / "length_task_results.md")
     sort, copy = exact["sort", 20], exact["copy", 20]
     sink, cross = "sink+kerple_log", "rotary+kerple_log"
     assert f"(from {sort['kerple_log']:.1f}% to {sort[sink]:.1f}% of the rows)" in text
@@ -86,7 +86,7 @@ def test_percentages_of_recall(repo_root):
     found = pd.read_csv(repo_root / "docs" / "length_tasks" / "crosses.csv")
     found = found[(found["task"] == "mqar") & (found["metric"] == "exact")]
     exact = 100 * found.pivot_table("value", ["embedding", "seed"], "length")
-    text = one_line(repo_root / "docs" / "length_tasks.md").split("recall with three seeds")[1]
+    text = one_line(repo_root / "docs" / "lab" / "length_task_results.md").split("recall with three seeds")[1]
     learnt = exact[4] >= 90
     guessed = exact.loc[~learnt, 4]
     assert f"{guessed.min():.1f}% to {guessed.max():.1f}% of the examples with 4 keys" in text

@@ -39,7 +39,7 @@ def assert_rounded(text: str, value: float) -> None:
 
 
 def test_perplexities_of_the_quickstart(repo_root):
-    table = rows(repo_root / "docs" / "results.md", "Perplexity by length")
+    table = rows(repo_root / "docs" / "lab" / "measurements.md", "Perplexity by length")
     embeddings = list(table[0])[2:]
     assert len(table) == 5 and len(embeddings) >= 6
     for embedding in embeddings:
@@ -54,7 +54,7 @@ def test_perplexities_of_the_quickstart(repo_root):
 
 
 def test_baselines_of_the_quickstart(repo_root):
-    text = one_line(repo_root / "docs" / "results.md")
+    text = one_line(repo_root / "docs" / "lab" / "measurements.md")
     folder = repo_root / "docs" / "quickstart"
     baselines = pd.read_csv(folder / "context_baseline_kerple_log.csv")
     pieces, before = baselines.itertuples()
@@ -84,7 +84,7 @@ def test_baselines_of_the_quickstart(repo_root):
 
 
 def test_recipes_of_the_quickstart(repo_root):
-    table = rows(repo_root / "docs" / "results.md", "The recipe")
+    table = rows(repo_root / "docs" / "lab" / "measurements.md", "The recipe")
     recipes = pd.read_csv(repo_root / "docs" / "quickstart" / "recipes.csv", dtype={"rate": str})
     assert len(table) == len(recipes)
     for row, found in zip(table, recipes.itertuples(), strict=True):
@@ -102,11 +102,11 @@ def test_recipes_of_the_quickstart(repo_root):
 
 
 def test_report_on_the_use_of_context(repo_root):
-    page, folder = repo_root / "docs" / "evaluation.md", repo_root / "docs" / "quickstart" / "suite"
+    page, folder = repo_root / "docs" / "lab" / "suite.md", repo_root / "docs" / "quickstart" / "suite"
     text = one_line(page).replace("> ", "")
     found = {path.stem: pd.read_csv(path) for path in folder.glob("*.csv")}
     table, by_context = (
-        rows(page, r"Does the model use its context\?", "| c, tokens read"),
+        rows(page, "The quickstart's model", "| c, tokens read"),
         found["receptive_field"].set_index("context"),
     )
     loss, more = table
@@ -135,10 +135,10 @@ def test_report_on_the_use_of_context(repo_root):
 
 
 def test_the_answers_about_planted_models(repo_root):
-    folder, page = repo_root / "docs" / "results", one_line(repo_root / "docs" / "evaluation.md")
+    folder, page = repo_root / "docs" / "results", one_line(repo_root / "docs" / "lab" / "suite.md")
     with (folder / "suite_planted.csv").open() as file:
         found = list(csv.DictReader(file))
-    assert table(found) in (repo_root / "docs" / "evaluation.md").read_text()
+    assert table(found) in (repo_root / "docs" / "lab" / "suite.md").read_text()
     before = pd.read_csv(folder / "suite_planted_before.csv")["right"]
     assert f"{(before == 'no').sum()} of {len(before)} were wrong" in page
     missed = sum(row["right"] == "missed" for row in found)
@@ -146,7 +146,7 @@ def test_the_answers_about_planted_models(repo_root):
 
 
 def test_times_of_the_benchmarks(repo_root):
-    text = one_line(repo_root / "docs" / "results.md")
+    text = one_line(repo_root / "docs" / "lab" / "measurements.md")
     measured = repo_root / "benchmarks" / "results"
     timings = json.loads((measured / "attention_cpu" / "attention.json").read_text())["timings"]
     blocked = {row["batch"]: row for row in timings if row["variant"] == "blocked"}
@@ -160,7 +160,7 @@ def test_times_of_the_benchmarks(repo_root):
 
 
 def test_shares_of_rounding(repo_root):
-    table = rows(repo_root / "docs" / "results.md", r"How much of the long rows is rounding\?")
+    table = rows(repo_root / "docs" / "lab" / "measurements.md", r"How much of the long rows is rounding\?")
     names = ("fp32", "bf16", "bf16_published")
     files = (repo_root / "docs" / "results" / "rounding" / f"{name}.csv" for name in names)
     fp32, *others = (pd.read_csv(file).set_index("length")["loss"] for file in files)

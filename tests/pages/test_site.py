@@ -32,8 +32,8 @@ def test_the_site_has_every_page_and_its_files(repo_root, site):
     pages = [path.relative_to(repo_root) for path in (repo_root / "docs").rglob("*.md")]
     assert all((site / page.with_suffix("") / "index.html").is_file() for page in pages)
     home = (site / "index.html").read_text()
-    assert 'src="docs/quickstart/extrapolation_kerple_log.png"' in home
-    assert (site / "docs/quickstart/extrapolation_kerple_log.png").is_file()
+    assert 'src="docs/results/code/by_length.png"' in home
+    assert (site / "docs/results/code/by_length.png").is_file()
     assert 'href="../../configs/"' in (site / "docs" / "training" / "index.html").read_text()
     assert (site / "tools" / "compiled_kernels.csv").is_file(), "linked, outside docs/"
 

@@ -11,7 +11,9 @@ from pathlib import Path
 
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
+from mkdocs.structure.pages import Page
 
+_LAB = ("docs/lab/", "docs/results/", "benchmarks/", "tests/", "CHANGELOG.md")
 _LINK = re.compile(r"\]\(([^)#\s]+)")
 
 
@@ -24,6 +26,13 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     for name in sorted(_reached(root)):
         files.append(File.generated(config, name, abs_src_path=str(root / name)))
     return files
+
+
+def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
+    """Let the search show pages of the lab after those for users."""
+    if page.file.src_uri.startswith(_LAB):
+        page.meta["search"] = {"boost": 0.01}
+    return markdown
 
 
 def _reached(root: Path) -> set[str]:

@@ -31,7 +31,7 @@ _INTRODUCTION = """\
 # Configuration reference
 
 Every key with its default, the values that it accepts, and its meaning. This page is made from
-`megatron/config/` by `python tools/pages/reference.py`. [configs/README.md](../configs/README.md)
+`megatron/config/` by `python tools/pages/reference.py`. [Configurations](../configs/README.md)
 has the rules of the files, and `python train.py CONFIG.yml --check` prints all values of a
 configuration.
 

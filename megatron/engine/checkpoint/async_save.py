@@ -134,7 +134,7 @@ class Saver:
             self._warned = True
             self._say(
                 "  a launcher that kills 30 s after its signal, as torchrun does, would cut such a "
-                "save; let the scheduler signal earlier (docs/cluster.md)"
+                "save; let the scheduler signal earlier (docs/resuming.md)"
             )
 
     def _collected(self, saved: Saved) -> Files:

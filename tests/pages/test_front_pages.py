@@ -1,0 +1,69 @@
+"""Test that README and the short page of results say what the tables of the lab say."""
+
+from __future__ import annotations
+
+import re
+
+import pandas as pd
+
+from tests.pages.test_documented_grids import means, perplexities
+from tests.pages.test_documented_numbers import assert_rounded, one_line, rows
+
+
+def test_readme_says_what_its_picture_shows(repo_root):
+    text = one_line(repo_root / "README.md")
+    mean = means(repo_root, "code")
+    assert "![perplexity by length of six embeddings](docs/results/code/by_length.png)" in text
+    assert len(mean) == 6 and list(mean.columns[[0, -1]]) == [128, 8192]
+    rotary, log, alibi = (
+        [f"{mean.loc[name, length]:.1f}" for length in (128, 8192)]
+        for name in ("rotary", "kerple_log", "alibi")
+    )
+    assert f"the perplexity of `rotary` rises from {rotary[0]} to {rotary[1]}." in text
+    assert f"That of `kerple_log` goes from {log[0]} to {log[1]}, and that" in text
+    assert f"of `alibi` from {alibi[0]} to {alibi[1]}." in text
+    twin = pd.read_csv(repo_root / "docs/results/code/windowed_twin_kerple_log.csv").iloc[0]
+    assert twin.bins == "all" and f"lower loss than without, by {-twin.value:.3f} nats" in text
+
+
+def test_the_short_results_are_those_of_the_lab(repo_root):
+    page, lab = repo_root / "docs" / "results.md", repo_root / "docs" / "lab" / "measurements.md"
+    table = rows(page, "Perplexity by length")
+    for row in table:
+        name = row.pop("embedding")
+        found = perplexities(repo_root, "code").query("embedding == @name")
+        for length, cell in row.items():
+            values = found.loc[found["length"] == int(length.replace(",", "")), "value"]
+            mean, deviation = cell.split(" ± ")
+            assert_rounded(mean, values.mean())
+            assert_rounded(deviation, values.std())
+    gap = rows(lab, r"Does the gap to ALiBi open\?")
+    assert rows(page, "KERPLE and ALiBi") == gap
+    far = r"Does far text help\?"
+    assert rows(page, far) == rows(lab, far)
+    attention, data, step = (row["result"] for row in rows(page, "Speed"))
+    assert attention in one_line(lab).replace("relative to", "")
+    assert f"two workers are {data.partition(' times')[0]} times as fast" in one_line(lab)
+    gigatoken = re.search(r"([\d.]+ times) with `--backend gigatoken", data)
+    assert gigatoken and f"`--backend gigatoken` {gigatoken[1]}" in one_line(lab)
+    goals = (repo_root / "docs" / "lab" / "performance.md").read_text()
+    assert f"| {step.partition(' times')[0]} (" in goals
+    below = sorted(float(row["2,048"].strip("%-")) for row in gap)
+    said = f"[{below[0]:.0f}% to {below[-1]:.0f}% below ALiBi]"
+    assert said in (repo_root / "README.md").read_text()
+
+
+def test_the_summary_of_the_length_tasks(repo_root):
+    found = pd.read_csv(repo_root / "docs" / "length_tasks" / "crosses.csv")
+    exact = found[found["metric"] == "exact"].pivot_table(
+        "value", ["task", "length", "embedding"], "seed"
+    )
+    text = one_line(repo_root / "docs" / "length_tasks.md")
+    sort = 100 * exact.loc["sort", 20][1235]
+    assert f"is right on {sort['none']:.1f}% of the rows of twice the training length" in text
+    assert f"every other one on at most {sort.drop('none').max():.1f}%" in text
+    for task, length in (("reverse", 20), ("modular", 20), ("addition", 10)):
+        assert exact.loc[task, length][1235].max() == 0
+    learnt = (exact.loc["mqar", 4] >= 0.9).sum(axis=1)
+    assert set(learnt.index[learnt == 3]) == {"kerple_log", "log_n+kerple_log"}
+    assert set(learnt.index[learnt == 0]) == {"none", "fire", "rotary"}
