@@ -35,11 +35,12 @@ _TAG = "global_step"
 class RunFolder:
     """A folder that holds a run, or the results of an evaluation. It may be missing.
 
+    `config`, `latest`, `provenance`, `log`, `metrics`, `wandb_id`, `extrapolation`, `baselines`,
+    `accuracy` and `kernels` are the paths of files in the folder (see the module docstring). Each
+    file may be missing.
+
     Attributes:
         path: The folder.
-        config, latest, provenance, log, metrics, wandb_id, extrapolation, baselines, accuracy,
-            kernels: The paths of files in the folder (see the module docstring). Each file may be
-            missing.
         suite: The folder into which `evaluate.py --suite` writes.
         results: Two paths: the table of perplexity by length, and the table of accuracy by length.
             A run has at most one of these tables.

@@ -121,11 +121,11 @@ def test_architectures_example_embedding_works(repo_root):
     torch.testing.assert_close(bias_HS, -theta_HN * torch.tensor([0.0, 1.0, 2.0]))
 
 
-def test_the_attention_pages_example_works(repo_root):
-    text = (repo_root / "docs" / "attention.md").read_text()
+def test_the_example_for_your_own_code_works(repo_root):
+    text = (repo_root / "docs" / "own_code.md").read_text()
     source = re.search(r"^```python\n(.*?)^```", text, re.M | re.S)[1]
     namespace: dict = {}
-    exec(compile(source, "docs/attention.md", "exec"), namespace)
+    exec(compile(source, "docs/own_code.md", "exec"), namespace)
     assert namespace["out"].shape == namespace["q"].shape
     assert namespace["theta"].grad.abs().min() > 0
 

@@ -261,8 +261,8 @@ def test_transforms_of_torch_func():
 
 
 def test_the_documented_model_learns():
-    """The code of docs/attention.md runs as it stands, and the model copies."""
-    page = (ROOT / "docs" / "attention.md").read_text()
+    """The code of docs/own_code.md runs as it stands, and the model copies."""
+    page = (ROOT / "docs" / "own_code.md").read_text()
     first, second, third = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
     found: dict = {}
     exec(first, found)

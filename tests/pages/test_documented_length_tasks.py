@@ -44,7 +44,9 @@ def test_accuracies_of_the_length_tasks(heading, file, runs, repo_root):
 
 
 def test_accuracies_of_recall_with_three_seeds(repo_root):
-    table = rows(repo_root / "docs" / "lab" / "length_task_results.md", "Measured: recall with three seeds")
+    table = rows(
+        repo_root / "docs" / "lab" / "length_task_results.md", "Measured: recall with three seeds"
+    )
     found = pd.read_csv(repo_root / "docs" / "length_tasks" / "crosses.csv")
     found = found[(found["task"] == "mqar") & (found["metric"] == "exact")]
     values = found.set_index(["embedding", "length", "seed"])["value"].sort_index()
@@ -86,7 +88,9 @@ def test_percentages_of_recall(repo_root):
     found = pd.read_csv(repo_root / "docs" / "length_tasks" / "crosses.csv")
     found = found[(found["task"] == "mqar") & (found["metric"] == "exact")]
     exact = 100 * found.pivot_table("value", ["embedding", "seed"], "length")
-    text = one_line(repo_root / "docs" / "lab" / "length_task_results.md").split("recall with three seeds")[1]
+    text = one_line(repo_root / "docs" / "lab" / "length_task_results.md").split(
+        "recall with three seeds"
+    )[1]
     learnt = exact[4] >= 90
     guessed = exact.loc[~learnt, 4]
     assert f"{guessed.min():.1f}% to {guessed.max():.1f}% of the examples with 4 keys" in text

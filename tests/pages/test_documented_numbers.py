@@ -102,7 +102,10 @@ def test_recipes_of_the_quickstart(repo_root):
 
 
 def test_report_on_the_use_of_context(repo_root):
-    page, folder = repo_root / "docs" / "lab" / "suite.md", repo_root / "docs" / "quickstart" / "suite"
+    page, folder = (
+        repo_root / "docs" / "lab" / "suite.md",
+        repo_root / "docs" / "quickstart" / "suite",
+    )
     text = one_line(page).replace("> ", "")
     found = {path.stem: pd.read_csv(path) for path in folder.glob("*.csv")}
     table, by_context = (
@@ -160,7 +163,9 @@ def test_times_of_the_benchmarks(repo_root):
 
 
 def test_shares_of_rounding(repo_root):
-    table = rows(repo_root / "docs" / "lab" / "measurements.md", r"How much of the long rows is rounding\?")
+    table = rows(
+        repo_root / "docs" / "lab" / "measurements.md", r"How much of the long rows is rounding\?"
+    )
     names = ("fp32", "bf16", "bf16_published")
     files = (repo_root / "docs" / "results" / "rounding" / f"{name}.csv" for name in names)
     fp32, *others = (pd.read_csv(file).set_index("length")["loss"] for file in files)

@@ -30,8 +30,8 @@ def test_the_short_results_are_those_of_the_lab(repo_root):
     page, lab = repo_root / "docs" / "results.md", repo_root / "docs" / "lab" / "measurements.md"
     table = rows(page, "Perplexity by length")
     for row in table:
-        name = row.pop("embedding")
-        found = perplexities(repo_root, "code").query("embedding == @name")
+        found = perplexities(repo_root, "code")
+        found = found[found["embedding"] == row.pop("embedding")]
         for length, cell in row.items():
             values = found.loc[found["length"] == int(length.replace(",", "")), "value"]
             mean, deviation = cell.split(" ± ")

@@ -1,8 +1,9 @@
-"""Test the documentation site: it builds without a warning, and its generated page is current."""
+"""Test the documentation site: it builds strictly, asks no other host, and its search works."""
 
 from __future__ import annotations
 
 import re
+import runpy
 import subprocess
 import sys
 
@@ -11,6 +12,7 @@ import pytest
 from megatron.config.fields import key_of
 from megatron.config.neox.known_keys import KNOWN_KEYS
 from megatron.config.schema import SECTIONS
+from tests.pages.site_search import SiteSearch
 from tools.pages import reference
 
 
@@ -28,19 +30,105 @@ def site(repo_root, tmp_path_factory):
     return folder
 
 
+@pytest.fixture(scope="module")
+def search(site):
+    return SiteSearch(site)
+
+
 def test_the_site_has_every_page_and_its_files(repo_root, site):
     pages = [path.relative_to(repo_root) for path in (repo_root / "docs").rglob("*.md")]
     assert all((site / page.with_suffix("") / "index.html").is_file() for page in pages)
     home = (site / "index.html").read_text()
     assert 'src="docs/results/code/by_length.png"' in home
     assert (site / "docs/results/code/by_length.png").is_file()
+    assert 'href="docs/figures/logo.svg"' in home and "<title>KERPLE-NeoX</title>" in home
     assert 'href="../../configs/"' in (site / "docs" / "training" / "index.html").read_text()
     assert (site / "tools" / "compiled_kernels.csv").is_file(), "linked, outside docs/"
 
 
+def foreign(text: str) -> list[str]:
+    """Return the addresses of other hosts that a browser loads for an HTML or CSS text."""
+    tags = r"""<(?:script|img|link|source|iframe|video|object|embed)\b[^>]*?"""
+    loaded = re.findall(tags + r"""(?:src|href|srcset|data)=["']?((?:https?:)?//[^"'\s>]+)""", text)
+    return loaded + re.findall(r"""(?:url\(|@import )["']?((?:https?:)?//[^"')]+)""", text)
+
+
 def test_pages_ask_no_foreign_host_for_anything(site):
-    for page in site.rglob("*.html"):
-        assert not re.findall(r'(?:src|<link[^>]*href)="(https?:[^"]*)"', page.read_text()), page
+    """`python -m tests.pages.browser` tries the same in a browser."""
+    files = [path for kind in ("html", "css", "svg") for path in site.rglob(f"*.{kind}")]
+    assert len(files) > 60
+    assert {path.name: found for path in files if (found := foreign(path.read_text()))} == {}
+    pages = [path.read_text() for path in site.rglob("*.html")]
+    [script] = site.glob("assets/javascripts/bundle.*.js")
+    addresses = set(re.findall(r"""[("`](https?://[^"`$]+)""", script.read_text()))
+    assert addresses - {"http://www.w3.org/2000/svg", "http://www.w3.org/1999/xhtml"} <= {
+        "https://api.github.com/repos/",  # the theme's link to a repository
+        "https://api.github.com/users/",
+        "https://unpkg.com/mermaid@11/dist/mermaid.min.js",  # for blocks of the class "mermaid"
+        "https://unpkg.com/resize-observer-polyfill",  # for browsers before 2020
+    }
+    for page in pages:
+        assert 'data-md-component="source"' not in page and 'class="mermaid"' not in page
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        '<img alt="x" src="https://a.org/b.png">',
+        '<link rel="stylesheet" href="//a.org/b.css">',
+        "@import 'https://a.org/b.css';",
+        "p { background: url(https://a.org/b.png) }",
+    ],
+)
+def test_a_foreign_host_is_found(text):
+    assert len(foreign(text)) == 1
+
+
+@pytest.mark.parametrize(
+    ("words", "first"),
+    [
+        ("resume", "docs/resuming/"),
+        ("out of memory", "docs/troubleshooting/#out-of-memory"),
+        ("slurm", "docs/cluster/#slurm"),
+        ("learning rate", "docs/training/#learning-rate"),
+        ("tokenizer", "docs/data/#tokenizers"),
+        ("export", "docs/huggingface/#export"),
+        ("install", "docs/install/"),
+        ("checkpoint", "docs/resuming/"),
+        ("wandb", "docs/logs/#weights-biases-wandb"),
+    ],
+)
+def test_the_search_shows_the_right_section_first(search, words, first):
+    found = search.results(words)
+    assert found[0] == first
+    assert not [place for place in found[:3] if place.startswith(("docs/lab/", "benchmarks/"))]
+
+
+def test_formulas_are_mathml(site):
+    page = (site / "docs" / "attention" / "index.html").read_text()
+    assert page.count("<math ") > 40 and "<mfrac>" in page
+    for path in site.rglob("*.html"):
+        assert "arithmatex" not in path.read_text(), path
+
+
+def test_the_api_page_has_the_docstrings(site):
+    page = (site / "docs" / "api" / "index.html").read_text()
+    names = (
+        "attention.attend",
+        "positional.load",
+        "run_folder.RunFolder",
+        "engine.open_run.open_run",
+    )
+    assert all(f'id="megatron.{name}"' in page for name in names)
+    assert "Whether to return (out, lse)." in page and "Raises:" in page
+
+
+def test_the_diagrams_are_those_of_the_script(repo_root):
+    folder = repo_root / "docs" / "figures"
+    drawn = runpy.run_path(str(folder / "diagrams.py"))["DRAWINGS"]
+    assert {path.stem for path in folder.glob("*.svg")} == {*drawn, "logo"}
+    for name, draw in drawn.items():
+        assert (folder / f"{name}.svg").read_text() == draw(), "run docs/figures/diagrams.py"
 
 
 def test_the_configuration_reference_is_current():

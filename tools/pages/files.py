@@ -1,4 +1,6 @@
-"""Choose the files of the documentation site; `mkdocs.yml` names this module as a hook.
+"""Choose the files of the documentation site, its order of search results, and typeset formulas.
+
+`mkdocs.yml` names this module as a hook.
 
 The site has the same folders as the repository, so a relative link works in both. The site contains
 README.md, all pages of docs/, and every file of the repository that one of these pages links to.
@@ -6,15 +8,29 @@ README.md, all pages of docs/, and every file of the repository that one of thes
 
 from __future__ import annotations
 
+import html
+import os
 import re
 from pathlib import Path
 
+from latex2mathml.converter import convert
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 
 _LAB = ("docs/lab/", "docs/results/", "benchmarks/", "tests/", "CHANGELOG.md")
+_FORMULA = re.compile(r'class="arithmatex">\\([(\[])(.*?)\\[)\]]<', re.DOTALL)
 _LINK = re.compile(r"\]\(([^)#\s]+)")
+
+
+def on_config(config: MkDocsConfig) -> MkDocsConfig:
+    """Add a link to the repository, if the environment variable REPOSITORY_URL has its address.
+
+    The theme's own `repo_url` would ask the host for the number of stars.
+    """
+    if address := os.environ.get("REPOSITORY_URL"):
+        config.extra["social"] = [{"icon": "fontawesome/brands/git-alt", "link": address}]
+    return config
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
@@ -23,7 +39,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     own = [file for file in files if file.src_dir == config.docs_dir]
     for file in [file for file in own if file.src_uri not in config.extra_css]:
         files.remove(file)
-    for name in sorted(_reached(root)):
+    for name in sorted(_reached(root) | {config.theme["logo"], config.theme["favicon"]}):
         files.append(File.generated(config, name, abs_src_path=str(root / name)))
     return files
 
@@ -31,8 +47,18 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
     """Let the search show pages of the lab after those for users."""
     if page.file.src_uri.startswith(_LAB):
-        page.meta["search"] = {"boost": 0.01}
+        page.meta["search"] = {"boost": 0.0001}
     return markdown
+
+
+def on_page_content(content: str, page: Page, config: MkDocsConfig, files: Files) -> str:
+    """Replace TeX formulas by MathML, which browsers show without a script or a font."""
+    return _FORMULA.sub(_mathml, content)
+
+
+def _mathml(found: re.Match[str]) -> str:
+    display = "block" if found[1] == "[" else "inline"
+    return f'class="formula">{convert(html.unescape(found[2]).strip(), display=display)}<'
 
 
 def _reached(root: Path) -> set[str]:
