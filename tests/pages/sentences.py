@@ -38,7 +38,9 @@ def main() -> None:
     chosen = random.Random(arguments.seed).sample(every, arguments.count)
     for page, each in chosen:
         print(f"{page}: {each}\n")
-    print(f"{len(every)} sentences, {sum(len(each.split()) > 30 for _, each in every)} above 30 words")
+    print(
+        f"{len(every)} sentences, {sum(len(each.split()) > 30 for _, each in every)} above 30 words"
+    )
 
 
 if __name__ == "__main__":

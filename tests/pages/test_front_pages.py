@@ -6,6 +6,7 @@ import re
 
 import pandas as pd
 
+from megatron.positional import names
 from tests.pages.test_documented_grids import means, perplexities
 from tests.pages.test_documented_numbers import assert_rounded, one_line, rows
 
@@ -51,6 +52,23 @@ def test_the_short_results_are_those_of_the_lab(repo_root):
     below = sorted(float(row["2,048"].strip("%-")) for row in gap)
     said = f"[{below[0]:.0f}% to {below[-1]:.0f}% below ALiBi]"
     assert said in (repo_root / "README.md").read_text()
+
+
+def test_the_other_figures_of_readme(repo_root):
+    text = one_line(repo_root / "README.md")
+    assert f"[{len(names())} embeddings, and sums of them]" in text
+    log = (repo_root / "tests" / "distributed" / "matrix.log").read_text()
+    cells = re.findall(r"-(fp32|bf16)-(?!cross|layers)\S+ +(\S+) \(at most \S+\) ok$", log, re.M)
+    largest = {kind: max(float(x) for each, x in cells if each == kind) for kind, _ in cells}
+    said = f"to {largest['fp32']:.1e} in fp32 and {largest['bf16']:.1e} in bf16"
+    assert f"- {len(cells)} cells of parallel layouts" in text
+    assert said.replace("e-0", "e-") in text
+    assert said.replace("to ", "", 1).replace("e-0", "e-") in one_line(
+        repo_root / "docs/layouts.md"
+    )
+    attention, data, _ = (row["result"] for row in rows(repo_root / "docs" / "results.md", "Speed"))
+    assert f"[{attention.split()[0]} of the time]" in text
+    assert f"[{float(data.split()[0]):.0f} times as fast]" in text
 
 
 def test_the_summary_of_the_length_tasks(repo_root):
