@@ -98,6 +98,18 @@ def test_links_and_named_files_exist(repo_root, name):
     assert not missing
 
 
+def test_pages_that_code_and_configs_name_exist(repo_root):
+    files = [path for kind in (".py", ".yml", ".sbatch") for path in sources(ROOT, suffix=kind)]
+    named = {
+        (path.name, page)
+        for path in files
+        for page in re.findall(r"\bdocs/[\w/]+\.md\b", path.read_text())
+    }
+    assert len(named) > 15
+    missing = {each for each in named if not (repo_root / each[1]).exists()}
+    assert missing <= {("test_house.py", "docs/NAME.md")}
+
+
 def test_contributing_names_files_that_exist(repo_root):
     """NAME stands for the new one, so a file of this kind must exist."""
     text = (repo_root / "CONTRIBUTING.md").read_text()

@@ -88,7 +88,7 @@ def test_a_foreign_host_is_found(text):
     ("words", "first"),
     [
         ("resume", "docs/resuming/"),
-        ("out of memory", "docs/troubleshooting/#out-of-memory"),
+        ("out of memory", "docs/memory_and_speed/#out-of-memory"),
         ("slurm", "docs/cluster/#slurm"),
         ("learning rate", "docs/training/#learning-rate"),
         ("tokenizer", "docs/data/#tokenizers"),
@@ -141,9 +141,10 @@ def test_the_configuration_reference_is_current():
         assert [name for name in keys if not texts[name]] == [], "each needs a comment"
 
 
-def test_the_messages_on_the_page_of_errors_exist(repo_root):
+def test_the_messages_on_the_pages_of_errors_exist(repo_root):
     """Indented lines quote this project's messages, blocks marked `text` are examples."""
-    page = (repo_root / "docs" / "troubleshooting.md").read_text()
+    pages = ("troubleshooting.md", "troubleshooting_runs.md")
+    page = "".join((repo_root / "docs" / name).read_text() for name in pages)
     quoted = re.findall(r"^    (\S.+)$", page, re.MULTILINE)
     assert len(quoted) > 20
     parts = {part.strip(" .;") for line in quoted for part in line.split("...")}
