@@ -12,7 +12,7 @@ from megatron import preemption
 from megatron.config import Config
 from megatron.data.tokenizers.base import Tokenizer
 from megatron.engine.training.batches import on_device
-from megatron.engine.training.pipeline_engine import LossFn
+from megatron.engine.training.pipeline_engine import LossFn, never_compiled
 from megatron.parallel.groups import Groups
 from megatron.positional import PositionalEmbedding
 
@@ -78,7 +78,7 @@ def losses_of_sequences(
     return losses / max(1e-9, float((sequences[:, :-1] != uncounted_after).mean()))
 
 
-@torch.compiler.set_stance("force_eager")  # it would compile for each length
+@never_compiled
 @torch.no_grad()
 def scores_of_sequences(
     loss_fn: LossFn,

@@ -29,6 +29,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable
+from functools import cache
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -98,13 +99,11 @@ def record_start(
             "ranks": Counter(machines),
             "environment": {k: v for k, v in sorted(os.environ.items()) if _STEERING.match(k)},
             "data": run.data,
-            "versions": {"python": platform.python_version(), "cuda": torch.version.cuda}
-            | {each.name: each.version for each in metadata.distributions()},
         }
         found: dict[str, Any] = {"starts": [], "patches": {}}
         if path.exists():
             found = parse_json(read_small(path, MOST_BYTES))
-        found["starts"].append(_masked(entry))
+        found["starts"].append(_masked(entry) | {"versions": versions()})
         found["patches"] |= {code["patch"]: patch} if patch else {}
         write_text(path, json.dumps(found, indent=1) + "\n")
     except (OSError, ValueError, TypeError, LookupError, AttributeError) as error:
@@ -130,6 +129,14 @@ def _masked(value: Any) -> Any:
     return without_secrets(value) if isinstance(value, str) else value
 
 
+@cache
+def versions() -> dict[str, str | None]:
+    """Return the version of Python, of CUDA and of each installed package, by name."""
+    packages = (each.metadata for each in metadata.distributions())  # each access reads a file
+    found = {"python": platform.python_version(), "cuda": torch.version.cuda}
+    return found | {each["Name"]: each["Version"] for each in packages}
+
+
 def _machine(device: torch.device) -> str:
     """Return the host, the device and the driver of this rank."""
     cuda = device.type == "cuda"
@@ -147,9 +154,8 @@ def code_of(root: Path) -> tuple[dict[str, Any], str]:
     about: dict[str, Any] = {"version": __version__, "fingerprint": fingerprint()}
     about |= {"commit": None, "patch": None}
     try:
-        _git(
-            root, until, "ls-files", "--error-unmatch", "train.py"
-        )  # not just inside of a checkout
+        # The folder may lie inside another project's checkout.
+        _git(root, until, "ls-files", "--error-unmatch", "train.py")
         about["commit"] = _git(root, until, "rev-parse", "HEAD").strip()
         new = _git(root, until, "ls-files", "--others", "--exclude-standard", "--", "*.py")
         patch = _git(root, until, *_DIFF)

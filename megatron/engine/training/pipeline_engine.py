@@ -6,9 +6,11 @@ samples. Only the first stage uses the inputs, and only the last stage uses the 
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from typing import Any
+from functools import wraps
+from typing import Any, ParamSpec, TypeVar
 
 import deepspeed
 import numpy as np
@@ -23,6 +25,7 @@ from megatron.parallel.groups import Groups
 from megatron.parallel.loss import UNCOUNTED, mean_loss
 
 Engine = deepspeed.DeepSpeedEngine
+P, R = ParamSpec("P"), TypeVar("R")
 LossFn = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 """A function of (inputs, targets) that returns each target's loss in nats; all are [B, T]."""
 
@@ -67,7 +70,23 @@ def loss_function(engine: deepspeed.DeepSpeedEngine, groups: Groups) -> LossFn:
     return PipelineLosses(engine, groups) if isinstance(engine, PipelineEngine) else engine
 
 
-@torch.compiler.set_stance("force_eager")  # `torch_compile` is for the training step
+def never_compiled(function: Callable[P, R]) -> Callable[P, R]:
+    """Decorate `function` so that a model compiled by `torch.compile` runs uncompiled in it.
+
+    The config key `torch_compile` is for training steps, whose shapes stay the same.
+    """
+
+    @wraps(function)
+    def call(*args: P.args, **kwargs: P.kwargs) -> R:
+        if "torch._dynamo" not in sys.modules:  # importing the compiler takes a second
+            return function(*args, **kwargs)
+        with torch.compiler.set_stance("force_eager"):
+            return function(*args, **kwargs)
+
+    return call
+
+
+@never_compiled
 @torch.no_grad()
 def loss_of_batches(
     engine: deepspeed.DeepSpeedEngine,
