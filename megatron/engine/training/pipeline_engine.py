@@ -25,7 +25,8 @@ from megatron.parallel.groups import Groups
 from megatron.parallel.loss import UNCOUNTED, mean_loss
 
 Engine = deepspeed.DeepSpeedEngine
-P, R = ParamSpec("P"), TypeVar("R")
+P = ParamSpec("P")
+R = TypeVar("R")
 LossFn = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 """A function of (inputs, targets) that returns each target's loss in nats; all are [B, T]."""
 
