@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest import mock
 
 import deepspeed
 import torch
@@ -134,6 +135,10 @@ def build_engine(
     needs_mpu = groups.model.size > 1 and groups.pipe_size == 1  # a pipeline has its own `mpu`
     mpu = Mpu(groups) if needs_mpu else None
     deepspeed.utils.groups.mpu = mpu  # otherwise DeepSpeed would keep the previous engine's `mpu`
+    # DeepSpeed looks whether the optimizer is its own Muon, which has functions that are compiled.
+    # This project has another Muon, so it spares the second that the import of the compiler takes.
+    with mock.patch("deepspeed.runtime.compiler.compile", lambda: lambda function: function):
+        from deepspeed.runtime.zero.muon import original_muon  # noqa: F401
     engine, *_ = deepspeed.initialize(
         model=model,
         optimizer=optimizer,
