@@ -57,8 +57,7 @@ class PositionalEmbedding(FixedValue):
     """Base class of all positional embeddings. Subclasses override the methods of their kind.
 
     A subclass that does not set `kind` gets the kind of the method that it overrides (see
-    `KIND_OF`). If it overrides none of these methods but defines other methods, defining it raises
-    `PositionalError`.
+    `KIND_OF`). A subclass that only defines methods of other names raises `PositionalError`.
 
     `bias` and `weight` are pure torch formulas. Every attention backend is tested against them.
     They never clamp theta. The training loop clamps theta to its bounds after each step.
@@ -172,9 +171,7 @@ class PositionalEmbedding(FixedValue):
         return None
 
     def bias_at(self, theta_HN: Tensor, d: Tensor, i: Tensor) -> Tensor | None:
-        """Return the bias at distances `d` and query positions `i`, or None if it is always 0.
-
-        `bias` describes the result.
+        """Return the `bias` at distances `d` and query positions `i`, or None if it is always 0.
 
         Args:
             i: The position of each query in its document. `i` has as many dimensions as `d` and
@@ -187,8 +184,7 @@ class PositionalEmbedding(FixedValue):
     def weight(self, theta_HN: Tensor, d: Tensor) -> Tensor | None:
         """Return the factor of each head at the query-key distances `d`, [heads, *d.shape].
 
-        The factor is at least fp32, or None if it is always 1. Attention multiplies the scaled
-        query-key products by it.
+        The factor is at least fp32, or None if it is always 1. Attention multiplies scores by it.
         """
         return None
 
@@ -290,7 +286,7 @@ class PositionalEmbedding(FixedValue):
         """Return the distances `d` and the columns of theta as (d, column 0, column 1, ...).
 
         The columns are reshaped so that they broadcast with d. d is multiplied by the distance
-        scale. All results have one dtype, at least fp32.
+        scale. All have one dtype, at least fp32.
         """
         theta_HN = theta_HN.to(self.numerics.working_dtype(theta_HN.dtype))
         shape = (-1,) + (1,) * d.dim()
