@@ -242,16 +242,12 @@ def key_pass(
     DROPOUT: tl.constexpr,
     M: tl.constexpr, N: tl.constexpr, E: tl.constexpr, P: tl.constexpr,
 ):  # fmt: skip
-    """Compute the gradients of k and v, and a part of the decay's gradient.
+    """Compute the gradients of k and v, and the part of the decay's gradient that comes from keys.
 
-    Each program handles N keys of one key head. A key head is shared by `group` query heads, which
-    are divided into equal parts. Program (x, part) handles the query heads of one part and writes
-    its own gradients. `launch` adds up the gradients of all parts. If there is a decay, each part
-    has one head.
-
-    `ddecay` is the part of the decay's gradient that comes from c_j, which is subtracted from all
-    logits of key j. Programs for the first keys start first, because more query rows see these
-    keys.
+    Each program handles N keys of one key head. The `group` query heads that share this key head
+    are divided into equal parts. Program (x, part) handles one part and writes its own gradients,
+    which `launch` adds up. With a decay, each part has one head. Programs for the first keys start
+    first, because more query rows see these keys.
     """
     tiles = tl.cdiv(keys, N)
     n0 = (tl.program_id(0) % tiles) * N
