@@ -119,9 +119,10 @@ def tempers(pos: PositionalEmbedding) -> bool:
 
 
 def cache_launches(on: bool) -> None:
-    """Switch on or off, for the whole process, that later launches reuse a compiled Triton kernel.
+    """Switch the cache of kernel launches on or off, for the whole process.
 
-    With reuse, a launch needs less time on the host. The results do not change.
+    With the cache, a launch finds its compiled Triton kernel in less time. The results do not
+    change.
     """
     from megatron.kernels import compiled_variants
 
@@ -143,11 +144,11 @@ def fused(call: Call) -> Any:
 
 
 def _natural(call: Call, lse_BHT: Tensor) -> Tensor:
-    """Return each softmax's log-denominator as a natural logarithm.
+    """Return the natural logarithm of each softmax's denominator, [batch, heads, queries].
 
     Args:
-        lse_BHT: The logarithms [batch, heads, queries] from the Triton kernels: to base 2, and
-            without a constant for each query that depends on the decay.
+        lse_BHT: The logarithms to base 2 from the Triton kernels. With a decay c, the term c_i -
+            c_r of query i is missing (see `since_reference`).
     """
     lse_BHT = lse_BHT * math.log(2.0)
     if call.decay_BHS is None:

@@ -126,7 +126,7 @@ def fused_gradients(
 ) -> tuple[Tensor | None, ...]:  # fmt: skip
     """Return the gradients of q, k, v, `rows`, the sink and the decay.
 
-    The formulas are in `kernels.launch.backward`.
+    `kernels.launch.backward` describes their shapes and dtypes.
 
     Args:
         need_rows: Whether to compute the gradient of `rows`. `rows` holds the numbers of each head
@@ -188,7 +188,7 @@ def _save(ctx: Any, inputs: tuple, output: Tensor | tuple[Tensor, ...]) -> None:
 def _differentiate(backward: Any, learned: int, ctx: Any, grad_BHTE: Tensor, *_: Any) -> tuple:
     """Return a gradient for each argument of `kerple::blocked` or `kerple::fused`.
 
-    An argument without a gradient, such as `scale`, has None.
+    The result contains None for an argument without a gradient, such as `scale`.
 
     Args:
         backward: The operation that computes the gradients.
@@ -209,7 +209,7 @@ for _operation, _backward, _learned in ((blocked, blocked_backward, 2), (fused, 
 
 @lru_cache(maxsize=64)
 def setting_of(code: str, scale: float, offset: int, dropout_p: float, backward: bool) -> Setting:
-    """Return a `Setting` with these numbers and the device functions registered as `code`.
+    """Return the `Setting` of an attention call, with the device functions registered as `code`.
 
     Args:
         offset: The position of the first query.

@@ -55,9 +55,10 @@ SWITCHES = {"cached": False}
 
 
 def cache_launches(on: bool) -> None:
-    """Switch on or off, for the whole process, that later launches reuse a compiled Triton kernel.
+    """Switch the cache of kernel launches on or off, for the whole process.
 
-    With reuse, a launch needs less time on the host. The results do not change.
+    With the cache, a launch finds its compiled Triton kernel in less time. The results do not
+    change.
     """
     SWITCHES["cached"] = on
 

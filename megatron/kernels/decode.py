@@ -43,8 +43,8 @@ def decode_pass(
     """Compute the output and `lse` of some query rows for one part of the keys.
 
     `lse` is the logarithm to base 2 of the softmax's denominator. Program (x, n) handles the n-th
-    part of the keys for M rows. These rows belong to all query heads that share one key head. Row r
-    is query r // group of the query head with the number r mod group in this group.
+    part of the keys for M rows. The rows are the queries of the `group` query heads that share a
+    key head. Row r is query r // group of the query head r mod group among these heads.
 
     The results of part n of N parts for head h are at index h N + n of the head dimension of
     `parts` (fp32) and `lses`.

@@ -58,9 +58,9 @@ def row_tiles(end_ptr, n0, offset, queries, keys, M: tl.constexpr, N: tl.constex
             row and all later rows. None without documents and windows.
 
     Returns:
-        (first, whole, full, crossing, masked, rest). Tiles from row `whole` up to row `full`
-            (excluded) need no mask. `masked` other tiles need a mask. The first `crossing` of these
-            begin at row `first`, and the others begin at row `rest`.
+        (first, whole, full, crossing, masked, rest). The tiles from row `whole` up to row `full`
+        (excluded) need no mask. `masked` is the number of tiles that need a mask. The first
+        `crossing` of them begin at row `first`, and the others begin at row `rest`.
     """
     first = tl.maximum(n0 - offset, 0) // M * M
     whole = tl.minimum(tl.cdiv(tl.maximum(n0 + N - 1 - offset, 0), M), tl.cdiv(queries, M)) * M
@@ -111,19 +111,23 @@ def open_decay(high_ptr, low_ptr, item, reference, keys):
 
 @triton.jit
 def lost_at(decay, at):
-    """Return (c_j - c_r) / scale for the positions j in `at`, where c is the decay.
+    """Return (c_j - c_r) / scale for several positions j, where c is the decay of one head.
 
-    `decay` is a result of `open_decay`, and r is the argument `reference` with which it was called.
+    Args:
+        decay: The result of `open_decay` with the argument `reference` = r.
+        at: The positions j.
     """
     return (tl.load(decay[0] + at) - decay[2]) + (tl.load(decay[1] + at) - decay[3])
 
 
 @triton.jit
 def lost(decay, first, limit, MASKED: tl.constexpr, N: tl.constexpr):
-    """Return (c_j - c_r) / scale for the N positions j from `first` on, where c is the decay.
+    """Return (c_j - c_r) / scale for N positions j, where c is the decay of one head.
 
-    `decay` is a result of `open_decay`, and r is the argument `reference` with which it was called.
-    With MASKED, positions from `limit` on get the value of the position `limit` - 1.
+    Args:
+        decay: The result of `open_decay` with the argument `reference` = r.
+        first: The first of the positions j.
+        limit: With MASKED, positions from `limit` on get the value of the position `limit` - 1.
     """
     at = first + tl.arange(0, N)
     return lost_at(decay, tl.minimum(at, limit - 1) if MASKED else at)
@@ -140,9 +144,11 @@ def load_clamped(base, first, limit, N: tl.constexpr):
 
 @triton.jit
 def lost_by(decay, reference):
-    """Return (c_j - c_r) / scale for several positions j, where c is the decay.
+    """Return (c_j - c_r) / scale for several positions j, where c is the decay of one head.
 
-    r is `reference`. `decay` is the result of `open_decay` for the positions j.
+    Args:
+        decay: The result of `open_decay` with the positions j as the argument `reference`.
+        reference: The position r.
     """
     high, low = tl.load(decay[0] + reference), tl.load(decay[1] + reference)
     return (decay[2] - high) + (decay[3] - low)
@@ -153,9 +159,11 @@ def null_score(sink_ptr, decay, m0, offset, keys, M: tl.constexpr):
     """Return the null key's logit, divided by scale, for the M query rows from `m0` on.
 
     The null key is an additional key in each softmax. For query row i, its logit is the sink minus
-    c_i - c_r, where c is the decay. `decay` is a result of `open_decay`, and r is the argument
-    `reference` with which it was called. Without a decay, `decay` is empty, and the logit is the
-    sink.
+    c_i - c_r, where c is the decay. Without a decay, its logit is the sink.
+
+    Args:
+        decay: The result of `open_decay` with the argument `reference` = r, or empty without a
+            decay.
     """
     y = tl.zeros([M], dtype=tl.float32) + tl.load(sink_ptr)
     if len(decay):
@@ -201,17 +209,17 @@ class Terms:
 
     @property
     def cost_registers(self) -> bool:
-        """Whether a Triton kernel needs many registers for these terms.
+        """Whether there are terms for which a Triton kernel needs many registers.
 
-        It does if any term but `position_BT` is present.
+        These are all terms but `position_BT`.
         """
         return not (self.first_BT is None and self.sink_H is None and self.decay_BHS is None)
 
     def tensors(self, scale: float) -> dict[str, Tensor]:
         """Return a dict of the tensors that all Triton kernels read for these terms.
 
-        The sink and the decay are divided by `scale`. `of_keys` returns the tensors that only
-        `key_pass` needs.
+        `sink` is divided by `scale`. The decay, divided by `scale`, is the sum of `high` and `low`,
+        both fp32. `first` and `position` are as in the attributes. Absent terms are left out.
         """
         given = {"first": self.first_BT, "position": self.position_BT}
         found = {name: x for name, x in given.items() if x is not None}

@@ -88,10 +88,12 @@ def forward_pass(
 ):  # fmt: skip
     """Compute the attention output, `lse` and `lost`.
 
-    `lse` is the logarithm to base 2 of each row's softmax denominator. `lost` is the rounding error
-    of the 16-bit output, multiplied by LOST. It has the output's strides. The backward pass needs
-    both. Each program handles M query rows of one head. It visits the keys that these rows see, N
-    at a time.
+    The backward pass needs `lse` and `lost`. `lse` is the logarithm to base 2 of each row's softmax
+    denominator. `lost` is the rounding error of the 16-bit output, multiplied by LOST. It has the
+    output's strides.
+
+    Each program handles M query rows of one head. It visits the keys that these rows see, N at a
+    time.
     """
     tiles = tl.cdiv(queries, M)
     item, m0 = open_rows(tiles, M)

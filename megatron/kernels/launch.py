@@ -47,7 +47,7 @@ class Setting:
         query_offset: The position of the first query.
         dropout_p: The probability of dropping a softmax weight.
         tile_sizes: The tile sizes, or None for those in `tile_sizes.TABLE`.
-        backward: Whether a backward pass may follow, so that the forward pass must keep `lost`.
+        backward: Whether a backward pass may follow. It needs the rounding errors of the output.
     """
 
     functions: DeviceFunctions
@@ -58,7 +58,7 @@ class Setting:
     backward: bool = True
 
     def tiles(self, q_BHTE: Tensor, terms: Terms = NO_TERMS) -> TileSizes:
-        """Return the tile sizes of all Triton kernels for a call with these queries and terms."""
+        """Return the tile sizes of all Triton kernels for an attention call with these inputs."""
         if self.tile_sizes is not None:
             return self.tile_sizes
         capability = capability_of(q_BHTE.device) if q_BHTE.is_cuda else (0, 0)
@@ -221,7 +221,7 @@ def backward(
 def key_gradients(
     setting: Setting, tile: Tile, tensors: dict[str, Tensor], terms: Terms
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Return the gradients of k, v and the decay, with None instead of the last without a decay.
+    """Return the gradients of k, v and the decay. Without a decay, the third is None.
 
     Args:
         tile: The tile sizes of the Triton kernel `key`.
@@ -244,10 +244,10 @@ def key_gradients(
 
 
 def parts_of(group: int, programs: int) -> int:
-    """Return the number of equal parts into which `key_pass` divides the `group` query heads.
+    """Return into how many equal parts `key_pass` divides the `group` query heads of one key head.
 
-    The query heads of a group share a key head. Each part has `programs` programs. The result is
-    the smallest number of parts whose programs fill a GPU, or else the largest possible number.
+    Each part has `programs` programs. The result is the smallest number with which the programs of
+    all parts fill a GPU. If no number is large enough, the result is `group`.
     """
     numbers = [n for n in range(1, group + 1) if group % n == 0]
     return next((n for n in numbers if n * programs >= FILL), group)

@@ -121,7 +121,7 @@ def layers(expr: sympy.Expr, theta: tuple[sympy.Symbol, ...]) -> tuple | None:
 
     Returns:
         The input u, and three tuples of indices in theta: those of all w, of all b and of all v.
-            None if there is no layer.
+        None if there is no layer.
 
     Raises:
         NotExpressible: There are several layers, or `expr` uses a w, b or v outside of the layer.
@@ -173,8 +173,7 @@ def paired(expr: Any, known: Bounds) -> bool:
 def confirm_power(power: sympy.Pow, d: sympy.Symbol, known: Bounds) -> None:
     """Check that the generated code computes a power x^y correctly for every theta and distance.
 
-    The code computes the power as 2^(y log2 x), unless `direct` accepts y. One of these conditions
-    must hold:
+    The code computes the power as 2^(y log2 x), unless `direct` accepts y. One of these conditions must hold:
 
     - `direct` accepts y;
     - x is always positive;
@@ -210,10 +209,10 @@ def direct(exponent: sympy.Expr) -> bool:
 
 
 def log2(arg: sympy.Expr, lowered: sympy.Expr, d: sympy.Symbol) -> sympy.Expr:
-    """Return the expression of the logarithm of `lowered` to base 2.
+    """Return an expression of the logarithm of `lowered` to base 2.
 
-    If `arg` may be 0, but not negative, at the distance d = 0, the logarithm of 0 is a finite
-    number.
+    If `arg` may be 0, but not negative, at the distance d = 0, the expression has a finite value
+    there.
 
     Args:
         arg: The expression before `lower` has rewritten it.

@@ -152,10 +152,10 @@ def ends_of(seen, MASKED: tl.constexpr):
 
 @triton.jit
 def key_tile_at(n, seen, terms, MASKED: tl.constexpr):
-    """Return the first key of the tile that a loop over keys visits at step `n`.
+    """Return the first key of the tile at step `n` of a loop over keys, which `ends_of` describes.
 
-    This is n, except with MASKED if n < `seen.past`. Then it is n - (`seen.past` - `seen.lead`), a
-    tile before `seen.lead`. `ends_of` describes the loop.
+    With MASKED, steps with n < `seen.past` visit the tiles before `seen.lead`. The first key of
+    such a tile is n - (`seen.past` - `seen.lead`). In all other cases, the first key is n.
     """
     if MASKED and len(terms.first):
         n = tl.where(n < seen.past, n - (seen.past - seen.lead), n)

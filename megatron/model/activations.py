@@ -45,7 +45,7 @@ ACTIVATIONS: Functions = {
 def activate(
     x: Tensor, name: str, *, tanh: bool = False, functions: Functions = ACTIVATIONS
 ) -> Tensor:
-    """Return the activation `name` of `x`.
+    """Return `x` after the activation called `name`.
 
     A gated activation (such as `swiglu`) splits the last dimension of `x` into value and gate. Its
     result therefore has half the size.

@@ -52,9 +52,9 @@ class SelfAttention(nn.Module):
 
     Inputs of `forward` beside x:
         theta_HN: The positional embedding's parameters theta [heads, columns], or None if it has
-        none.
+            none.
         starts_BS: The position at which each token's document starts [batch, all positions], or
-        None if each sequence is one document.
+            None if each sequence is one document.
         partial: Whether to leave out the sum over tensor-parallel ranks.
         cache: The keys and values of the tokens before x, or None.
 

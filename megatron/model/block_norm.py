@@ -76,10 +76,10 @@ def kind_of(shape: BlockShape) -> str:
 
 
 def apex_norm(shape: BlockShape) -> tuple[_Kernel | None, str]:
-    """Return apex's function for the norm named `shape.norm`, and a text for the log.
+    """Return (function, text): apex's function for the norm `shape.norm`, and a text for the log.
 
-    If torch's function must be used instead, apex's function is None. If `shape` asks for no fused
-    norm, the text is empty.
+    The function is None if torch's function must be used instead. The text is empty if `shape` asks
+    for no fused norm.
     """
     if not shape.fused_norm:
         return None, ""

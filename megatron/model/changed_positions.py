@@ -72,9 +72,9 @@ class ChangedPositions:
 
     @cached_property
     def kept(self) -> dict[int, int]:
-        """A dict from indices of columns in the new theta to their indices in the old theta.
+        """A dict from the index of each kept column of the new theta to its index in the old theta.
 
-        A column is kept if all layers that use it used one old column for the same parameter.
+        A column is kept if all layers that use it had the same term before, with one common column.
         """
         found: dict[int, set[int | None]] = {}
         for layer in range(self.num_layers):
@@ -127,7 +127,7 @@ class ChangedPositions:
     def set_columns(
         self, parameters: Mapping[str, nn.Parameter], values: Mapping[int, Tensor]
     ) -> None:
-        """Set trained columns of the new model's theta to the given values.
+        """Set trained columns of the new model's theta, the positional embedding's parameters.
 
         Args:
             parameters: The new model's parameters by name, or this rank's shards of them.
@@ -189,9 +189,10 @@ def terms_of_layer(pos: PositionalEmbedding, layer: int) -> dict[PositionalEmbed
 def _columns(
     pos: PositionalEmbedding, layer: int
 ) -> Iterator[tuple[tuple[PositionalEmbedding, str], int]]:
-    """Yield ((term, parameter name), index in theta) for each trained column of a layer.
+    """Yield ((term, parameter name), column index) for each trained parameter of a layer.
 
-    A term is a single embedding, such as `rotary`, of those that the layer combines.
+    A term is a single embedding, such as `rotary`, of those that the layer combines. The column
+    index is the parameter's place in theta [heads, columns].
     """
     for term, columns in terms_of_layer(pos, layer).items():
         for n, parameter in enumerate(term.parameters, columns.start):

@@ -30,9 +30,9 @@ class EmbeddingLayer(StoredTheta):
 
     Inputs of `forward` beside the tokens:
         starts_BS: The position at which each token's document starts, for the whole sequences
-        [batch, sequence length], or None if each sequence is one document.
+            [batch, sequence length], or None if each sequence is one document.
         positions_BT: The position of each token [batch, positions], or None to count from the
-        sequence's first token.
+            sequence's first token.
 
     Args:
         words: Whether the input is tokens. If false, the input is token vectors.

@@ -42,7 +42,7 @@ _LAYER = re.compile(r"^layers\.(\d+)\.")
 
 
 def is_theta(name: str) -> bool:
-    """Return whether `name` is the name of a tensor of theta's trained parameters.
+    """Return whether the tensor called `name` contains trained parameters of theta.
 
     Theta are the parameters of the positional embedding, with one row for each head.
     """

@@ -164,10 +164,9 @@ def leave_sharded(x_BTD: Tensor, tp: TensorGroup) -> Tensor:
 
 
 def add_partial(x: Tensor, *partial: Tensor, tp: TensorGroup) -> Tensor:
-    """Return `x` plus the tensors `partial`, summed over all ranks of `tp`.
+    """Sum the tensors `partial` over all ranks of `tp`, and return `x` plus this sum.
 
-    `x` itself is not summed over ranks. Under sequence parallelism, `x` and the result have only
-    this rank's positions.
+    Under sequence parallelism, `x` and the result have only this rank's positions.
     """
     first, *others = partial
     for each in others:

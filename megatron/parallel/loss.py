@@ -32,7 +32,7 @@ UNCOUNTED = -1
 
 
 def inputs_and_targets(tokens_BS: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the inputs and the targets of sequences, both [batch, S - 1], for S tokens each.
+    """Split sequences of S tokens into inputs and targets, both [batch, S - 1].
 
     Args:
         tokens_BS: int64 token ids [batch, S]. A token that is an input but not a target is stored
@@ -59,8 +59,8 @@ def losses_in_pieces(
     """Return the loss of each target in nats, [batch, positions], computed piece by piece.
 
     Args:
-        logits_of: A function that maps hidden states at some positions to logits for this rank's
-            slice of the vocabulary. The logits include these positions of all `ranks`. The function
+        logits_of: Maps hidden states at a range of this rank's positions to logits. The logits
+            cover this range on all `ranks`, and this rank's slice of the vocabulary. The function
             must not draw random numbers.
         x_BTD: The hidden states of this rank's positions.
         targets_BT: int64 ids of the full vocabulary, or `UNCOUNTED` for a target without loss.

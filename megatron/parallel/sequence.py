@@ -41,7 +41,7 @@ class SequenceSplit:
         return F.pad(tokens_BT, (0, -tokens_BT.shape[1] % self.slices))
 
     def context_slice(self, tokens_BT: torch.Tensor) -> torch.Tensor:
-        """Pad the sequences, and return the slice of this rank's position in the context group."""
+        """Pad the sequences, and return one of `cp.size` equal slices: number `cp.rank`."""
         return self.padded(tokens_BT).chunk(self.cp.size, 1)[self.cp.rank]
 
     def positions(self, length: int, device: torch.device) -> torch.Tensor:

@@ -198,9 +198,9 @@ class PositionalEmbedding(FixedValue):
         return self.temperature(theta_HN, i) if tempers else self.weight(theta_HN, d)
 
     def temperature(self, theta_HN: Tensor, position: Tensor) -> Tensor:
-        """Return a factor for each head and query position, [heads, *position.shape].
+        """Return the temperature, a factor for each head and query, [heads, *position.shape].
 
-        The factor is at least fp32. Attention multiplies the query-key products by it.
+        It is at least fp32. Attention multiplies the query-key products by it.
 
         Args:
             position: The positions of queries, whole numbers >= 0.

@@ -110,7 +110,7 @@ class Combination(PositionalEmbedding):
         return term.table(positions, dim, dtype)
 
     def _part(self, *kinds: Kind) -> tuple[PositionalEmbedding, list[int]]:
-        """Return the terms of these kinds as one embedding, and the indices of its columns."""
+        """Return the terms of these kinds as one embedding, and the indices of their parameters."""
         terms, columns, start = [], [], 0
         for term in self._terms:
             if term.kind in kinds:

@@ -67,7 +67,7 @@ class FixedValue(metaclass=_Fixed):
         return self._hash
 
     def identity(self) -> Any:
-        """Return a hashable value that is equal for two equal objects of the same class."""
+        """Return a hashable value, by which `==` compares two objects of the same class."""
         values = tuple(sorted(vars(self).items()))
         return values if all(_is_plain(value) for _, value in values) else id(self)
 

@@ -27,7 +27,7 @@ def pieces(w_HK: Tensor, b_HK: Tensor, v_HK: Tensor) -> tuple[Tensor, Tensor, Te
 
     Returns:
         (knees [H, K], slopes [H, K + 1], offsets [H, K + 1]) for H heads and K hidden units, in
-            rising order of u. Knees are constants for autograd.
+        rising order of u. Knees are constants for autograd.
     """
     with torch.no_grad():  # f has no jump at a knee, so the knees need no gradient
         at_HK = torch.where(w_HK == 0, 0.0, -b_HK / w_HK)

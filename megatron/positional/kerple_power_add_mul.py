@@ -18,8 +18,8 @@ from megatron.positional.theta_parameter import factor, power
 class KerplePowerAddMul(PositionalEmbedding):
     """KERPLE kernel with a bias -a d^p and a factor exp(-a' d^p') at the query-key distance d.
 
-    Initially p, p' ~ 2 U(0, 1) and a, a' ~ U(0, 1). The bounds are 0.01 <= p, p' <= 2 and a, a' >=
-    0.01.
+    Initially p, p' ~ 2 U(0, 1) and a, a' ~ U(0, 1).
+    The bounds are 0.01 <= p, p' <= 2 and a, a' >= 0.01.
     """
 
     kind = "distance"

@@ -74,9 +74,11 @@ class Confirmation:
     def worst(self, got: Tensor, share: float, least: float) -> float:
         """Return the largest ratio of an actual error to the allowed error.
 
-        The actual error is |`got` - `exact`|. The allowed error is `share` * (8 `lost` + 4 `noise`)
-        + `least` * size. The size is |`exact`|, but at least 1 for a logit, and at least 1 / max(1,
-        |theta|) for a derivative with respect to theta.
+        The actual error is |`got` - `exact`|. The allowed error is
+
+            `share` * (8 `lost` + 4 `noise`) + `least` * max(|`exact`|, unit)
+
+        The unit is 1 for a logit, and 1 / max(1, |theta|) for a derivative with respect to theta.
 
         Args:
             got: The results [R, 1 + N] to be compared with `exact`.

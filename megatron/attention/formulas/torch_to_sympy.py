@@ -108,7 +108,7 @@ class Reader:
 
         Args:
             target: The torch operation.
-            args, kwargs: Its arguments, as values of other nodes.
+            args, kwargs: The arguments of the operation. They contain values of other nodes.
         """
         name = getattr(target, "__name__", str(target)).split(".")[0]
         name = name.removeprefix("logical_").removeprefix("bitwise_")

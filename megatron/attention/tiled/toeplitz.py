@@ -58,13 +58,14 @@ class DistanceVector:
 
 
 def add_diagonal_sums(reversed_HS: Tensor, matrix_BHRn: Tensor) -> None:
-    """Add the sum of a matrix's entries at each query-key distance to `reversed_HS`, in place.
+    """Sum a matrix over all entries at the same query-key distance, and add to `reversed_HS`.
 
     The sums also run over the batch. The order of summation depends only on the shapes, so the
     result is repeatable bit for bit.
 
     Args:
-        reversed_HS: The sums so far [heads, S]. Index S - 1 - d belongs to distance d.
+        reversed_HS: The sums so far [heads, S], changed in place. Index S - 1 - d belongs to
+            distance d.
         matrix_BHRn: A contiguous tensor [batch, heads, query rows, keys]. The query rows are in
             reversed order, and there are at most as many as keys. Entries for future keys must be
             exactly 0.
