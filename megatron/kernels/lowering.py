@@ -173,7 +173,8 @@ def paired(expr: Any, known: Bounds) -> bool:
 def confirm_power(power: sympy.Pow, d: sympy.Symbol, known: Bounds) -> None:
     """Check that the generated code computes a power x^y correctly for every theta and distance.
 
-    The code computes the power as 2^(y log2 x), unless `direct` accepts y. One of these conditions must hold:
+    The code computes the power as 2^(y log2 x), unless `direct` accepts y. One of these conditions
+    must hold:
 
     - `direct` accepts y;
     - x is always positive;
