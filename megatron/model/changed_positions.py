@@ -142,10 +142,11 @@ class ChangedPositions:
 
     @torch.no_grad()
     def fill(self, parameters: Mapping[str, nn.Parameter], weights: Mapping[str, Tensor]) -> None:
-        """Set the positional parameters of the new model, except those that `weights` contains.
+        """Set the start values of the new model's positional parameters.
 
-        Theta is always set: kept columns to their old values, and added columns to their start
-        values.
+        Kept columns of theta get their old values. Added columns get their gentle start value, if
+        they have one. If `gentle` is true, learned position vectors and forget gates that are not
+        in `weights` get gentle start values, too.
 
         Args:
             parameters: The new model's parameters by name, or this rank's shards of them.
