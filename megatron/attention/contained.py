@@ -43,8 +43,9 @@ def _clean(x: Tensor, bad: Tensor, lost: Tensor) -> Tensor:
 def contained(run: Callable[[Call], Any], call: Call) -> Any:
     """Return `run(call)`. On a CPU, keep NaN and infinity away from queries that do not see them.
 
-    If the output of `run(call)` is not finite, each query that sees NaN or infinity in its inputs
-    gets the output NaN. The gradients of its inputs become NaN, too. All other outputs are exact.
+    If the output of `run(call)` is not finite, the call is repeated without NaN and infinity. Then
+    each query that sees such an input gets the output NaN, and the gradients of its inputs become
+    NaN. All other outputs are exact.
     """
     found = run(call)
     out_BHTE = found[0] if call.return_lse else found

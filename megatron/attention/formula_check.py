@@ -25,8 +25,8 @@ def check_embedding(pos: PositionalEmbedding, theta_HN: Tensor) -> None:
 
     Raises:
         AttentionError: A number in theta is not within its bounds.
-        AttentionError: The bias or the factor has a wrong shape or no value at some distance, or it
-            has a value or a gradient that is not allowed, such as NaN.
+        AttentionError: The bias or the factor has a wrong shape, or no value at some distance.
+        AttentionError: A value or a gradient of the bias or factor is not allowed, such as NaN.
     """
     if pos.parameters and pos not in _CHECKED:
         _check_apart(pos, theta_HN.detach().cpu())

@@ -165,8 +165,8 @@ def _inputs(call: Call, tabulated: bool, layer: Columns | None) -> tuple[Tensor 
 
     Args:
         tabulated: Whether the device functions read the bias or factor from a table.
-        layer: The indices of the columns of theta that hold w, b and v of a layer of hidden units
-            (see `megatron.positional.hidden_layer`), or None without such a layer.
+        layer: The columns of theta that hold w, b and v of a layer of hidden units, as three tuples
+            of indices (see `megatron.positional.hidden_layer`). None without such a layer.
     """
     q_BHTE, offset = call.q_BHTE, call.query_offset
     heads, queries = q_BHTE.shape[1:3]

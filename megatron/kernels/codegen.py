@@ -109,7 +109,7 @@ class Writer:
     """Writes the generated functions `prepare` and `evaluate` from sympy expressions.
 
     `prepare` computes the constants of a head, which depend only on theta and scale. `evaluate`
-    computes everything else for a tile of scores, which also depends on the query-key product s,
+    computes all other numbers for a tile of scores. They also depend on the query-key product s,
     the distance d or the query's position i. "The code of" an expression is Triton source text that
     evaluates it. `lines` collects the statements of `evaluate`, and `prepared` the code of each
     constant.

@@ -46,8 +46,8 @@ def decode_pass(
     part of the keys for M rows. The rows are the queries of the `group` query heads that share a
     key head. Row r is query r // group of the query head r mod group among these heads.
 
-    The results of part n of N parts for head h are at index h N + n of the head dimension of
-    `parts` (fp32) and `lses`.
+    With N parts, the results of head h and part n are stored as head h N + n of `parts` (fp32) and
+    `lses`.
     """
     tiles, n, count = tl.cdiv(queries * group, M), tl.program_id(1), tl.num_programs(1)
     key_item, row = tl.program_id(0) // tiles, tl.program_id(0) % tiles * M + tl.arange(0, M)

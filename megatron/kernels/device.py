@@ -202,9 +202,9 @@ def add_columns(sums, x, dtype: tl.constexpr):
     distributed over threads in a pattern of 8. With W = 1, or if q's `dtype` is fp32, threads
     exchange their sums.
 
-    In fp32, `x` is hidden from the compiler (`opaque`), because otherwise two threads could get
-    different sums. A thread would round its product before it sends it, but would add a received
-    number to its own product before rounding (a fused multiply-add).
+    In fp32, two threads could then get different sums. A thread rounds its own product before it
+    sends it. But it could add a received number to its own product before rounding (a fused
+    multiply-add). To prevent this, `x` is hidden from the compiler (`opaque`).
     """
     if dtype == tl.float32:
         x = opaque(x)

@@ -13,10 +13,10 @@ def kept(seed, item, query, key, threshold, M: tl.constexpr, N: tl.constexpr):
     The queries start at index `query`, and the keys start at `key`, which must be a multiple of 4.
     An entry is true if the softmax weight is kept, which has the probability `threshold` / 2^24.
 
-    The random generator is Philox in counter mode. The random bits of a score depend only on the
-    seed, the pair of sequence and head (`item`), the query and the key. They do not depend on the
-    tile sizes, so every Triton kernel draws the same mask. One call of the generator yields bits
-    for four keys.
+    The random generator is Philox in counter mode. Its counters are the key, the query and `item`,
+    the number of the pair (sequence, head). Therefore the mask does not depend on the tile sizes,
+    and every Triton kernel draws the same mask. One call of the generator yields bits for four
+    keys.
     """
     counter_query = tl.broadcast_to((query + tl.arange(0, M))[:, None], (M, N // 4))
     counter_key = tl.broadcast_to((key // 4 + tl.arange(0, N // 4))[None, :], (M, N // 4))

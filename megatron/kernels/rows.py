@@ -140,9 +140,9 @@ def ends_of(seen, MASKED: tl.constexpr):
     need no mask, from `seen.lead` to `seen.past`.
 
     With MASKED, the loop visits the tiles that need a mask. They form two groups: from `seen.begin`
-    to `seen.lead`, and from `seen.past` to `seen.last`. A single loop visits both groups. For this
-    purpose, `seen.past` - `seen.lead` is added to the keys of the first group, so that the second
-    group follows immediately. `key_tile_at` subtracts it again.
+    to `seen.lead`, and from `seen.past` to `seen.last`. To visit both groups in one loop,
+    `seen.past` - `seen.lead` is added to the keys of the first group. `key_tile_at` subtracts it
+    again.
     """
     if MASKED:
         return seen.past - (seen.lead - seen.begin), seen.last

@@ -69,9 +69,9 @@ def device_functions(bias: bool, weight: bool) -> DeviceFunctions:
 def by_distance(x, R: tl.constexpr):
     """Return the sums of the entries of a square tile x [R, R] at each query-key distance.
 
-    The entry in row r and column c is at distance D + r - c, where D is the distance of the upper
-    left entry. The sums are two vectors [R]. Element e of the first vector is the sum at distance D
-    + e. Element e of the second vector is the sum at distance D + e - R.
+    The upper left entry is at distance D. The entry in row r and column c is at distance D + r - c.
+    The sums are two vectors [R]. Element e of the first vector is the sum at distance D + e.
+    Element e of the second vector is the sum at distance D + e - R.
     """
     r = tl.arange(0, R)[:, None]
     e = tl.arange(0, R)[None, :]

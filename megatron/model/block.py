@@ -141,10 +141,10 @@ class SelfAttention(nn.Module):
         return self.dense(out_BTD, partial)
 
     def queries_keys_values(self, x_BTD: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Return q [B, H, T, E], k and v [B, K, T, E] for all positions and this rank's heads.
+        """Return q, k and v for all positions and this rank's heads.
 
-        B is the batch size, H the number of query heads, K the number of key heads, T the number of
-        positions, and E the head size.
+        q is [batch, query heads, positions, head size]. k and v are [batch, key heads, positions,
+        head size].
         """
         shape, qkv_BTW = self.shape, self.query_key_value(x_BTD)
         size, group = shape.head_size, shape.group

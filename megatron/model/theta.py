@@ -123,8 +123,8 @@ def named_theta(pos: PositionalEmbedding, theta_HN: Tensor) -> dict[str, Tensor]
     parameters, the values are [layers, heads]. If several embeddings have a parameter of the same
     name, the embedding's name and a dot come first.
 
-    If there are more than `MOST_COLUMNS` names, the dict contains only "table" [heads, columns]
-    and, if all heads share some columns, "shared" [columns].
+    If there are more than `MOST_COLUMNS` names, the dict contains "table" [heads, columns] instead.
+    It then also contains "shared" [columns] if all heads share some columns.
 
     Args:
         theta_HN: The trained columns of theta [heads, columns], as `trained_theta` returns them.

@@ -39,8 +39,8 @@ class ColumnLinear(nn.Linear):
     It maps x [..., in_features] to [..., out_features / tp.size].
 
     Args:
-        blocks: The number of tensors that are stacked in the output, such as 2 for the value and
-            the gate of a gated MLP. Each of these tensors is sharded separately.
+        blocks: The number of tensors that are stacked in the output and sharded separately. For
+            example, it is 2 for the value and the gate of a gated MLP.
         numerics: Prescribes how the product and the bias are rounded.
     """
 
