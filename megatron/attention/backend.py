@@ -24,12 +24,12 @@ F = TypeVar("F", bound=Callable)
 
 
 class AttentionError(ValueError):
-    """A backend is unavailable, or inputs are invalid. The error message names a remedy."""
+    """A backend is not available, or its inputs are invalid. The error message names a remedy."""
 
 
 @dataclass(frozen=True)
 class Request:
-    """The properties of a model's attention calls, by which a backend is chosen.
+    """What a model requires of an attention backend, such as a dtype or dropout.
 
     Attributes:
         pos: The positional embedding.
@@ -38,7 +38,8 @@ class Request:
         training: Whether gradients are needed.
         dropout: Whether dropout is applied to the softmax weights.
         head_size: The head size E, or None if E is not known.
-        masked: Whether documents or a window hide earlier keys from a query.
+        masked: Whether some earlier keys are hidden from a query, because sequences contain several
+            documents or because there is a window.
         decays: Whether a decay is added to the logits, as by a forget gate.
     """
 
@@ -58,17 +59,18 @@ class Backend:
 
     Attributes:
         name: The name, as in the config key `attention_backend`.
-        function: Computes the attention output [batch, heads, queries, head size] of a call that
-            `call.lowered` has simplified. If the call has `return_lse`, the function returns
-            (output, lse). `lse` is the natural logarithm of each softmax's denominator, [batch,
-            heads, queries] in at least fp32.
-        refusal: Returns why the backend does not serve a request, or None if it serves the request.
-        remark: Returns a text for the log about a request that the backend serves. The text may be
-            empty.
+        function: Computes attention for a `Call` that `call.lowered` has simplified. It returns the
+            output [batch, heads, queries, head size]. If the call's `return_lse` is true, it
+            returns (output, lse). `lse` [batch, heads, queries] is the natural logarithm of each
+            softmax's denominator, in at least fp32.
+        refusal: Returns the reason why the backend does not support a `Request`, or None if the
+            backend supports it.
+        remark: Returns a text for the log about a `Request` that the backend supports. The text may
+            be empty.
         grouped: Whether k and v may have fewer heads than q.
-        gives_lse: Whether the function serves calls with `return_lse`.
-        tempers: Returns whether the backend multiplies the scores by an embedding's temperature.
-            Otherwise, `call.lowered` multiplies q by the temperature.
+        gives_lse: Whether `function` can return `lse`.
+        tempers: Returns whether the backend multiplies the scores by the embedding's temperature.
+            If not, `call.lowered` multiplies q by the temperature.
     """
 
     name: str
@@ -81,7 +83,7 @@ class Backend:
 
 
 def wants_gradients(call: Call) -> bool:
-    """Return whether autograd will ask for the gradient of any input of the call."""
+    """Return whether autograd needs the gradient of any input of an attention call."""
     inputs = (call.q_BHTE, call.k_BKSE, call.v_BKSE, call.theta_HN, call.decay_BHS, call.sink_H)
     return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs)
 
@@ -96,8 +98,8 @@ def weighted(pos: PositionalEmbedding) -> bool:
 def constant(function: F) -> F:
     """Decorate a function so that `torch.compile` treats the function's result as a constant.
 
-    The function runs once, at compile time. A compiled graph serves only the object that was the
-    function's first argument.
+    The function runs once, at compile time. The compiled graph is valid only for the object that
+    was the function's first argument at that time.
     """
 
     # by address, because torch 2.11 accepts only numbers, texts and the like
@@ -115,7 +117,7 @@ def constant(function: F) -> F:
 
 
 def check(call: Call) -> None:
-    """Check that the inputs of a call are valid and fit together.
+    """Check the inputs of an attention call.
 
     Raises:
         AttentionError: Shapes, dtypes or devices do not fit together, or a number is out of range.

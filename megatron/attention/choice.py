@@ -47,14 +47,14 @@ AUTO = {"cuda": ("fused", "blocked", "eager"), "cpu": ("blocked", "eager")}
 
 
 class AttentionFn:
-    """A function that computes attention with one backend, which was chosen for a request.
+    """A function that computes attention with a chosen backend.
 
     Attributes:
         backend: The chosen backend.
         reason: Why the backend was chosen, for the log.
-        request: The request for which the backend was chosen. Calls may differ from the request in
-            dtype, device, gradients or dropout. A call that the backend does not serve raises
-            `AttentionError`.
+        request: The requirements for which the backend was chosen. A call may differ from them in
+            dtype, device, gradients or dropout. If the backend does not support such a call, the
+            call raises `AttentionError`.
     """
 
     def __init__(self, backend: Backend, reason: str, request: Request):
@@ -82,7 +82,7 @@ class AttentionFn:
         window: int | None = None,
         positions_BT: Tensor | None = None,
     ) -> Tensor:
-        """Return the attention output in q's shape [batch, heads, queries, head size] and dtype.
+        """Return the attention output in q's dtype and shape [batch, heads, queries, head size].
 
         The output is differentiable in q, k, v, theta and the decay. Scores, softmax and sums are
         computed in fp32 (fp64 for fp64 inputs), also under autocast. Rotary and input embeddings
@@ -100,7 +100,7 @@ class AttentionFn:
                 the default generator of q's device.
             query_offset: The position of the first query. The first key has the position 0. There
                 must be a key at the position of each query. Keys after the last query are never
-                read, so a cache may have unused entries with any content.
+                read, so unused entries of a cache may contain anything.
             decay_BHS: The decay c of each position [batch, heads, keys], in fp64 or fp32. c_i - c_j
                 is added to the logit of query i and key j. Long sequences need fp64.
             starts_BS: The position of the first token of each token's document [batch, keys]. These
@@ -112,7 +112,7 @@ class AttentionFn:
                 biases count from the first token of the query's document.
 
         Raises:
-            AttentionError: The inputs do not fit together, or the backend does not serve them.
+            AttentionError: The inputs do not fit together, or the backend does not support them.
         """
         call = Call(
             q_BHTE, k_BKSE, v_BKSE, pos, theta_HN, scale=scale, dropout_p=dropout_p,
@@ -123,10 +123,11 @@ class AttentionFn:
         return computed(self.backend, call)
 
     def _check_layout(self, call: Call) -> None:
-        """Check a call, unless it has the same layout as the previous call.
+        """Check an attention call, unless the previous call had the same layout.
 
-        The layout consists of all shapes, dtypes, devices and numeric arguments. Within a training
-        step, the calls of all layers have the same layout, so only the first call is checked.
+        The layout consists of all shapes, dtypes, devices and numeric arguments. All layers of a
+        training step call attention with the same layout, so only the first of these calls is
+        checked.
         """
         if torch.compiler.is_compiling():  # runs once per layout; the graph contains no check
             self._check(call)
@@ -150,12 +151,12 @@ class AttentionFn:
 def choose(backend: str, pos: PositionalEmbedding, **conditions: Any) -> AttentionFn:
     """Return an attention function that uses the backend named `backend`.
 
-    `Request(pos, **conditions)` describes the calls that the backend must serve. The name `auto`
-    means the first backend that serves this request, in the order of `AUTO`.
+    The backend must support `Request(pos, **conditions)`. The name `auto` means the first backend
+    in `AUTO` that supports this request on the request's device.
 
     Raises:
-        AttentionError: The backend is unknown or does not serve this request. The error message
-            names the backends that serve it.
+        AttentionError: The backend is unknown or does not support this request. The error message
+            names the backends that do.
     """
     request = Request(pos, **conditions)
     if backend == "auto":
@@ -174,7 +175,7 @@ def choose(backend: str, pos: PositionalEmbedding, **conditions: Any) -> Attenti
 
 
 def first_that_serves(request: Request) -> AttentionFn:
-    """Choose the first backend that serves the request, in the order of `AUTO`."""
+    """Return an attention function with the first backend in `AUTO` that supports `request`."""
     reasons = [f"auto: for {request.pos.name} in {request.dtype} on {request.device_type}"]
     for name in AUTO.get(request.device_type, AUTO["cpu"]):
         backend = named(name, request.pos)
@@ -190,8 +191,8 @@ def first_that_serves(request: Request) -> AttentionFn:
 def named(name: str, pos: PositionalEmbedding) -> Backend:
     """Return the backend called `name`.
 
-    If the embedding rounds as the released KERPLE code does (`PublishedNumerics`), the name `eager`
-    means the backend in the module `published_numerics`.
+    The name `eager` has a second meaning if the embedding rounds as the released KERPLE code does
+    (`PublishedNumerics`). It then means the backend in the module `published_numerics`.
     """
     if name == "eager" and pos.numerics.published:
         return published_numerics.BACKEND
@@ -199,7 +200,7 @@ def named(name: str, pos: PositionalEmbedding) -> Backend:
 
 
 def refusal(backend: Backend, request: Request) -> str | None:
-    """Return why the backend does not serve this request, or None if it does."""
+    """Return the reason why the backend does not support `request`, or None if it does."""
     sixteen_bit = request.dtype in (torch.bfloat16, torch.float16)
     if request.pos.numerics.published and sixteen_bit and backend is not published_numerics.BACKEND:
         return "computes in fp32, so it cannot round as published_numerics asks"
@@ -216,7 +217,10 @@ def refused(backend: str, why: str, request: Request) -> AttentionError:
 
 
 def _layout(call: Call) -> tuple:
-    """Return the properties of `call` that are checked, such as shapes and dtypes."""
+    """Return what `_check_layout` compares: shapes, dtypes, devices, numbers and the embedding.
+
+    The tuple also says whether gradients are needed.
+    """
     tensors = (call.q_BHTE, call.k_BKSE, call.v_BKSE, call.theta_HN)
     tensors += (call.decay_BHS, call.starts_BS, call.positions_BT)
     shapes = (None if x is None else (x.shape, x.dtype, x.device) for x in tensors)
@@ -225,7 +229,7 @@ def _layout(call: Call) -> tuple:
 
 
 def conditions(call: Call) -> dict[str, Any]:
-    """Return the properties of the call by which a backend is chosen, as arguments of `choose`."""
+    """Return the properties of a call as keyword arguments of `choose`, such as its dtype."""
     drops = False  # the branch and `index` make numbers constant that torch.compile left open
     if call.dropout_p > 0.0:
         drops = True
@@ -247,10 +251,12 @@ def name_of_choice(pos: PositionalEmbedding, backend: str, **conditions: Any) ->
 
 
 def computed(backend: Backend, call: Call) -> Any:
-    """Return the attention output of a call that has been checked; see `Backend.function`.
+    """Return the attention output of a call that has been checked.
+
+    The result is the output or (output, lse), as in `backend.Backend.function`.
 
     Raises:
-        AttentionError: The call asks for `lse`, which the backend does not return.
+        AttentionError: The call asks for `lse`, but the backend cannot return it.
     """
     device = call.q_BHTE.device.type
     if call.q_BHTE.shape[0] == 0:  # a kernel with nothing to do cannot be launched

@@ -22,18 +22,18 @@ from megatron.attention.call import Call
 
 
 def has_values(x: Tensor) -> bool:
-    """Return false if the numbers in `x` are not known, as inside `torch.compile`."""
+    """Return whether the numbers in `x` can be read. Inside `torch.compile`, they cannot."""
     return not (torch.compiler.is_compiling() or is_transformed() or x.is_meta)
 
 
 def is_transformed() -> bool:
-    """Return whether torch.func is transforming the caller (`grad`, `vmap` and so on)."""
+    """Return whether this code runs inside a transform of torch.func, such as `grad` or `vmap`."""
     functorch = torch._C._functorch  # pyright: ignore[reportAttributeAccessIssue]
     return functorch.peek_interpreter_stack() is not None
 
 
 def _clean(x: Tensor, bad: Tensor, lost: Tensor) -> Tensor:
-    """Return `x` with 0 where `bad` is true. The gradient of `x` gets NaN where `lost` is true."""
+    """Return `x` with 0 where `bad` is true. Its gradient becomes NaN where `lost` is true."""
     x = x.view_as(x)
     if x.requires_grad:
         x.register_hook(lambda grad: grad.masked_fill(lost, torch.nan))
@@ -41,10 +41,11 @@ def _clean(x: Tensor, bad: Tensor, lost: Tensor) -> Tensor:
 
 
 def contained(run: Callable[[Call], Any], call: Call) -> Any:
-    """Return `run(call)`. On a CPU, NaN and infinite inputs affect only the queries that see them.
+    """Return `run(call)`. On a CPU, keep NaN and infinity away from queries that do not see them.
 
-    If the output of `run(call)` holds NaN or infinity, each query that sees such an input gets the
-    output NaN, and the gradients of the query's inputs become NaN. All other outputs are exact.
+    If the output of `run(call)` is not finite, the call is repeated without NaN and infinity. Then
+    each query that sees such an input gets the output NaN, and the gradients of its inputs become
+    NaN. All other outputs are exact.
     """
     found = run(call)
     out_BHTE = found[0] if call.return_lse else found
@@ -61,9 +62,9 @@ def contained(run: Callable[[Call], Any], call: Call) -> Any:
 
 
 def _cleaned(call: Call) -> tuple[Call, Tensor]:
-    """Return `call` with zeros instead of NaN and infinity, and a mask of the rows that see these.
+    """Return `call` with zeros instead of NaN and infinity, and a mask of the affected queries.
 
-    The mask is [batch, heads, queries].
+    The mask [batch, heads, queries] is true where a query sees a number that was NaN or infinite.
     """
     q_BHTE, k_BKSE, decay_BHS = call.q_BHTE, call.k_BKSE, call.decay_BHS
     key_heads, keys = k_BKSE.shape[1:3]

@@ -58,15 +58,15 @@ def attend(
     Args:
         v_BKSE: The values. Their head size may differ from that of q and k.
         scale: The factor of the query-key products. If None, it is 1/sqrt(head size).
-        query_offset: The position of the first query. It may be None if there are as many queries
-            as keys.
+        query_offset: The position of the first query. None means 0, and is allowed only if the
+            numbers of queries and keys are equal.
         starts_BS: The position of the first token of each token's document; see `starts_from_ids`.
         backend: The name of the backend, as in the config key `attention_backend`.
         return_lse: Whether to return (out, lse). `lse` [batch, heads, queries] is the natural
-            logarithm of each softmax's denominator, in at least fp32 and differentiable.
+            logarithm of each softmax's denominator. It is differentiable and has at least fp32.
 
     Raises:
-        AttentionError: The inputs do not fit together, or the backend does not serve them.
+        AttentionError: The inputs do not fit together, or the backend does not support them.
     """
     if not isinstance(pos, PositionalEmbedding):
         raise AttentionError(
@@ -95,7 +95,7 @@ def attend(
 
 
 def _padded(x: Tensor, size: int) -> Tensor:
-    """Return `x`, with zeros appended to its last dimension if it is shorter than `size`."""
+    """Return `x`, padded with zeros until its last dimension has at least `size` entries."""
     return F.pad(x, (0, size - x.shape[-1])) if x.shape[-1] < size else x
 
 
@@ -117,7 +117,7 @@ def _of_one_dtype(*qkv: Tensor) -> tuple[Tensor, ...]:
 
 
 def _offset(query_offset: int | None, queries: int, keys: int) -> int:
-    """Return `query_offset`. If it is None, return 0, which requires as many queries as keys.
+    """Return `query_offset`, or 0 if it is None and `queries` equals `keys`.
 
     Raises:
         AttentionError: `query_offset` is None, and `queries` is not equal to `keys`.
@@ -137,7 +137,7 @@ def _offset(query_offset: int | None, queries: int, keys: int) -> int:
 
 
 def _rotated(call: Call) -> tuple[Tensor, Tensor]:
-    """Return q and k, rotated by their positions if the embedding has a rotary term."""
+    """Return q and k. If the embedding has a rotary term, rotate them by their positions."""
     pos, first, queries, keys = (
         call.pos,
         call.query_offset,
@@ -162,10 +162,10 @@ def _rotated(call: Call) -> tuple[Tensor, Tensor]:
 
 
 def _serving_transforms(backend: str) -> str:
-    """Return `backend`. Inside torch.func (`grad` and so on), return `eager` instead of `auto`.
+    """Return `backend`, but `eager` instead of `auto` inside torch.func (`grad` and so on).
 
     Raises:
-        AttentionError: The backend does not work inside torch.func.
+        AttentionError: `backend` does not work inside torch.func.
     """
     if torch.compiler.is_compiling() or backend == "eager" or not is_transformed():
         return backend
@@ -175,7 +175,7 @@ def _serving_transforms(backend: str) -> str:
 
 
 def _check_values(call: Call) -> None:
-    """Check document starts and, at the first call of an embedding, its formula and theta."""
+    """Check document starts. At an embedding's first use, also check its formula and theta."""
     if torch.compiler.is_compiling():
         check_initial_formulas(call.pos, index(call.q_BHTE.shape[1]))
     if not has_values(call.q_BHTE):
@@ -187,7 +187,7 @@ def _check_values(call: Call) -> None:
 
 
 def _check_starts(starts_BS: Tensor) -> None:
-    """Raise `AttentionError` if the numbers in `starts_BS` cannot be starts of documents."""
+    """Raise `AttentionError` if `starts_BS` cannot be the start of each token's document."""
     position_S = torch.arange(starts_BS.shape[1], device=starts_BS.device)
     later_BS = (starts_BS > position_S) | (starts_BS < 0)
     own_BS = starts_BS.gather(1, starts_BS.long().clamp(0, len(position_S) - 1))

@@ -28,7 +28,10 @@ from megatron.attention.call import Call
 
 
 def eager(call: Call) -> Any:
-    """Compute the attention output of `call`; see `choice.AttentionFn.__call__`."""
+    """Compute attention directly from its formula.
+
+    The result is the output or (output, lse), as in `backend.Backend.function`.
+    """
     dtype = torch.promote_types(call.q_BHTE.dtype, torch.float32)
     scores_BHTS = call.scale * (call.q_BHTE.to(dtype) @ call.k_BKSE.to(dtype).mT)
     theta_HN = None
@@ -38,15 +41,16 @@ def eager(call: Call) -> Any:
 
 
 def attend_by_scores(call: Call, scores_BHTS: Tensor, theta_HN: Tensor | None) -> Any:
-    """Return the attention output (and `lse` if asked for), given the scaled query-key products.
+    """Return the attention output of `call`, given the scaled query-key products.
 
-    Apply the distance kernel, the decay, the mask, the softmax and dropout. Then multiply the
-    softmax weights by the values.
+    The steps are the distance kernel, the decay, the mask, the softmax, dropout and the product
+    with the values. If `call.return_lse` is true, return (output, lse).
 
     Args:
-        scores_BHTS: The scaled query-key products. All later steps are computed in their dtype.
-        theta_HN: The parameters of the distance kernel, or None if there is no distance kernel.
-            The distance kernel is evaluated in the dtype of `theta_HN`.
+        scores_BHTS: The scaled query-key products [batch, heads, queries, keys]. All later steps
+            are computed in their dtype.
+        theta_HN: The parameters of the distance kernel, or None if there is no distance kernel. The
+            distance kernel is evaluated in the dtype of `theta_HN`.
     """
     dtype, device = scores_BHTS.dtype, scores_BHTS.device
     key_S = torch.arange(call.k_BKSE.shape[2], device=device)

@@ -13,9 +13,10 @@ from torch import Tensor
 
 
 class _NoSecondDerivative(torch.autograd.Function):
-    """Autograd function that makes second derivatives raise an error instead of being zero.
+    """Autograd function whose derivative raises an error instead of being silently zero.
 
-    `apply(run, *tensors)` returns `run()`, which must be gradients that depend on `tensors`.
+    `apply(run, *tensors)` returns the tuple `run()`. `run` must compute gradients that depend on
+    `tensors`.
     """
 
     @staticmethod
@@ -30,7 +31,7 @@ class _NoSecondDerivative(torch.autograd.Function):
 
 
 def first_order(backward: Callable[..., tuple]) -> Callable[..., tuple]:
-    """Decorate an autograd function's backward pass, so that second derivatives raise an error."""
+    """Decorate a backward pass of an autograd function. Second derivatives then raise an error."""
 
     # torch's `once_differentiable` raises no error if the output's gradient needs no gradient
     def marked(ctx: Any, *grads: Tensor | None) -> tuple:

@@ -41,7 +41,10 @@ w and b are the distance kernel's factor and bias, and d is the query-key distan
 
 
 def flex(call: Call) -> Any:
-    """Compute the attention output of `call`; see `choice.AttentionFn.__call__`."""
+    """Compute attention by torch's FlexAttention.
+
+    The result is the output or (output, lse), as in `backend.Backend.function`.
+    """
     from torch.nn.attention.flex_attention import AuxRequest
 
     tensors = (call.q_BHTE, call.k_BKSE, call.v_BKSE, call.theta_HN, call.decay_BHS, call.sink_H)
@@ -84,15 +87,16 @@ def score_mod_of(
     offset: int = 0,
     positions_BT: Tensor | None = None,
 ) -> ScoreMod | None:
-    """Return FlexAttention's score_mod for an embedding, or None if it has no distance kernel.
+    """Return a score_mod that applies an embedding's bias and factor, or None if it has neither.
 
-    The score_mod evaluates the embedding's formula. If the formula has no symbolic expression, the
-    score_mod looks up the values of the formula in tables.
+    A score_mod is a function that FlexAttention applies to each score. This one evaluates the
+    embedding's formula. If the formula has no symbolic expression, it reads the values from tables.
 
     Args:
         length: The number of keys.
         offset: The position of the first query.
-        positions_BT: The position of each query in its document. Only some biases need it.
+        positions_BT: The position of each query in its document [batch, queries]. Only some biases
+            need it.
     """
     if not pos.has("distance") or theta_HN is None:
         return None
@@ -121,10 +125,11 @@ def score_mod_of(
 
 
 def tabulated(pos: PositionalEmbedding, theta_HN: Tensor, length: int, offset: int) -> ScoreMod:
-    """Return a score_mod that looks up the distance kernel of `pos` in tables.
+    """Return a score_mod that reads the bias and the factor of `pos` from tables.
 
-    The tables hold the kernel's values at the distances 0 ... length - 1. `offset` is the position
-    of the first query.
+    Args:
+        length: The number of keys. The tables have values for the distances 0 ... length - 1.
+        offset: The position of the first query.
     """
     d = torch.arange(length, device=theta_HN.device)
     bias_HS, weight_HS = pos.bias(theta_HN, d), pos.weight(theta_HN, d)
@@ -139,10 +144,13 @@ def tabulated(pos: PositionalEmbedding, theta_HN: Tensor, length: int, offset: i
 
 
 def decayed(score_mod: ScoreMod | None, decay_BHS: Tensor, offset: int) -> ScoreMod:
-    """Return a score_mod that applies `score_mod` and then adds c_i - c_j.
+    """Return a score_mod that applies `score_mod` and then adds the decay's term c_i - c_j.
 
-    c is `decay_BHS`, i is the position of the query, and j is the position of the key. `offset` is
-    the position of the first query.
+    i is the position of the query, and j is the position of the key.
+
+    Args:
+        decay_BHS: The decay c of each position [batch, heads, keys].
+        offset: The position of the first query.
     """
     rows_BHS = decay_BHS.clone()  # only one lookup may be in a tensor that requires a gradient
 
@@ -157,7 +165,7 @@ def decayed(score_mod: ScoreMod | None, decay_BHS: Tensor, offset: int) -> Score
 
 @lru_cache(maxsize=64)
 def formula_of(pos: PositionalEmbedding) -> Formula | None:
-    """Return the embedding's formula as symbolic expressions, or None if it has none."""
+    """Return the symbolic expressions of an embedding's formula, or None if there are none."""
     try:
         return read(pos)
     except Unreadable:
@@ -165,10 +173,9 @@ def formula_of(pos: PositionalEmbedding) -> Formula | None:
 
 
 def kernel_options(pos: PositionalEmbedding, size: int) -> dict[str, int] | None:
-    """Return FlexAttention's options for the compiled kernel, or None for torch's default options.
+    """Return FlexAttention's `kernel_options` for an embedding. None means torch's defaults.
 
-    The default options are suitable unless the distance kernel is tabulated. `size` is the head
-    size.
+    The defaults are suitable unless the score_mod reads tables. `size` is the head size.
     """
     if not pos.has("distance") or formula_of(pos) is not None:
         return None
@@ -176,7 +183,10 @@ def kernel_options(pos: PositionalEmbedding, size: int) -> dict[str, int] | None
 
 
 def table_options(pos: PositionalEmbedding, size: int) -> dict[str, int]:
-    """Return FlexAttention's options for a tabulated distance kernel. `size` is the head size."""
+    """Return FlexAttention's `kernel_options` for a score_mod that reads tables.
+
+    `size` is the head size.
+    """
     # In each stage, the kernel's loop prefetches a tile of keys, one of values and one of table
     # entries, fp32 [128, 128]. Three stages, torch's default, need more shared memory than an H100
     # has (torch 2.11).
@@ -186,7 +196,7 @@ def table_options(pos: PositionalEmbedding, size: int) -> dict[str, int]:
 
 
 def block_mask_of(call: Call) -> Any:
-    """Return FlexAttention's block mask for a call, with its documents and its window.
+    """Return FlexAttention's block mask for one attention call, with its documents and window.
 
     FlexAttention skips blocks of keys that no query sees.
     """
@@ -208,7 +218,12 @@ def block_mask_of(call: Call) -> Any:
 def causal_mask(
     queries: int, keys: int, offset: int, device: torch.device, window: int | None = None
 ) -> Any:
-    """Return FlexAttention's block mask for causal attention, with or without a window."""
+    """Return FlexAttention's block mask for causal attention.
+
+    Args:
+        offset: The position of the first query.
+        window: The largest distance at which a query sees a key. None means any distance.
+    """
     from torch.nn.attention.flex_attention import create_block_mask
 
     def seen(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:

@@ -21,12 +21,12 @@ _CHECKED: set[PositionalEmbedding] = set()
 
 
 def check_embedding(pos: PositionalEmbedding, theta_HN: Tensor) -> None:
-    """Check an embedding's formulas and theta when the embedding is first used.
+    """Check an embedding's theta and formulas when the embedding is first used.
 
     Raises:
         AttentionError: A number in theta is not within its bounds.
-        AttentionError: The bias or the factor has a wrong shape, lacks a value at some distance, or
-            has a value or a gradient that is not allowed, such as NaN.
+        AttentionError: The bias or the factor has a wrong shape, or no value at some distance.
+        AttentionError: A value or a gradient of the bias or factor is not allowed, such as NaN.
     """
     if pos.parameters and pos not in _CHECKED:
         _check_apart(pos, theta_HN.detach().cpu())
@@ -64,7 +64,10 @@ def _check_bounds(pos: PositionalEmbedding, theta_HN: Tensor) -> None:
 
 
 class _Watch(TorchFunctionMode):
-    """Torch mode that stores in `name` the first function with a result or gradient not finite."""
+    """Torch mode that stores in `name` the first function that computes NaN or infinity.
+
+    Results and gradients are both watched.
+    """
 
     name = ""
 
@@ -102,7 +105,13 @@ def _check_formulas(pos: PositionalEmbedding, theta_HN: Tensor) -> None:
 def _check_formula(
     name: str, value_HTS: Tensor, theta_HN: Tensor, d_1TS: Tensor, watch: _Watch
 ) -> None:
-    """Raise `AttentionError` if `value_HTS`, the values of the formula `name`, are wrong."""
+    """Raise `AttentionError` if one formula has a wrong shape, value or gradient.
+
+    Args:
+        name: The name of the formula, for the error message.
+        value_HTS: The values of the formula at the distances `d_1TS`.
+        watch: The mode that has recorded where NaN or infinity first occurred.
+    """
     shape = (len(theta_HN), *d_1TS.shape)
     if tuple(value_HTS.shape) != shape:
         raise AttentionError(

@@ -65,7 +65,7 @@ SAFE_ON_HOPPER = TorchVersion("3.7.1")
 
 @lru_cache(maxsize=64)
 def functions_of(pos: PositionalEmbedding) -> tuple[DeviceFunctions, str]:
-    """Return the Triton device functions of an embedding, and a text about them for the log.
+    """Return the Triton device functions of an embedding, and a text for the log.
 
     The text is "evaluated in registers", or "tabulated" followed by the reason.
     """
@@ -100,11 +100,11 @@ def _code_of(pos: PositionalEmbedding) -> tuple[str, bool, Columns | None]:
 
 @constant  # because sympy reads the formula
 def code_of(pos: PositionalEmbedding) -> tuple[str, bool, Columns | None]:
-    """Return (code, tabulated, layer) of an embedding.
+    """Return (code, tabulated, layer), which describe an embedding's Triton device functions.
 
-    `code` is the name by which `operations.fused` finds the embedding's device functions.
-    `tabulated` says whether these functions read a table. `layer` holds the indices of the columns
-    of theta that belong to a layer of hidden units, or is None without such a layer.
+    `code` is the name under which the operation `kerple::fused` finds these functions. `tabulated`
+    says whether the functions read a table. `layer` contains the indices of the columns of theta
+    that belong to a layer of hidden units. Without such a layer, `layer` is None.
     """
     return _code_of(pos)
 
@@ -113,15 +113,16 @@ def code_of(pos: PositionalEmbedding) -> tuple[str, bool, Columns | None]:
 def tempers(pos: PositionalEmbedding) -> bool:
     """Return whether the Triton kernels multiply the scores by the embedding's temperature.
 
-    They do, unless they read the distance kernel from a table.
+    They do so unless they read the bias or factor from a table.
     """
     return not functions_of(pos.kernel_part(None, tempered=True)[0])[0].tabulated
 
 
 def cache_launches(on: bool) -> None:
-    """Switch the reuse of compiled kernels between launches on or off, for the whole process.
+    """Switch the cache of kernel launches on or off, for the whole process.
 
-    With reuse, the host needs less time to launch a Triton kernel. The results do not change.
+    With the cache, a launch finds its compiled Triton kernel in less time. The results do not
+    change.
     """
     from megatron.kernels import compiled_variants
 
@@ -129,7 +130,10 @@ def cache_launches(on: bool) -> None:
 
 
 def fused(call: Call) -> Any:
-    """Compute the attention output of `call`; see `choice.AttentionFn.__call__`."""
+    """Compute attention by this project's Triton kernels.
+
+    The result is the output or (output, lse), as in `backend.Backend.function`.
+    """
     code, tabulated, layer = code_of(call.pos)
     inputs = _inputs(call, tabulated, layer)
     numbers = (call.scale, call.query_offset, call.dropout_p, wants_gradients(call))
@@ -140,7 +144,12 @@ def fused(call: Call) -> Any:
 
 
 def _natural(call: Call, lse_BHT: Tensor) -> Tensor:
-    """Return `lse` as a natural logarithm, given the `lse` of the Triton kernels."""
+    """Return the natural logarithm of each softmax's denominator, [batch, heads, queries].
+
+    Args:
+        lse_BHT: The logarithms to base 2 from the Triton kernels. With a decay c, the term c_i -
+            c_r of query i is missing (see `since_reference`).
+    """
     lse_BHT = lse_BHT * math.log(2.0)
     if call.decay_BHS is None:
         return lse_BHT
@@ -150,14 +159,14 @@ def _natural(call: Call, lse_BHT: Tensor) -> Tensor:
 
 
 def _inputs(call: Call, tabulated: bool, layer: Columns | None) -> tuple[Tensor | None, ...]:
-    """Return the tensor arguments of `operations.fused`, in order.
+    """Return the tensor arguments of the operation `kerple::fused`, in order.
 
-    An argument that the call does not have, such as the decay or the sink, is None.
+    Arguments for which the call has no tensor, such as a missing decay, are None.
 
     Args:
-        tabulated: Whether the device functions read the distance kernel from a table.
-        layer: The indices of the columns of theta that hold w, b and v of a layer of hidden units
-            (see `megatron.positional.hidden_layer`), or None without such a layer.
+        tabulated: Whether the device functions read the bias or factor from a table.
+        layer: The columns of theta that hold w, b and v of a layer of hidden units, as three tuples
+            of indices (see `megatron.positional.hidden_layer`). None without such a layer.
     """
     q_BHTE, offset = call.q_BHTE, call.query_offset
     heads, queries = q_BHTE.shape[1:3]
@@ -186,15 +195,14 @@ def _inputs(call: Call, tabulated: bool, layer: Columns | None) -> tuple[Tensor 
 
 
 def tabulate(pos: PositionalEmbedding, theta_HN: Tensor, length: int, scale: float) -> Tensor:
-    """Return the table of a distance kernel over the distances d = 0 ... length - 1.
+    """Return a table of an embedding's bias b(d) and factor w(d) at distances d = 0 ... length - 1.
 
-    The table has one row for each head. A row holds b(d) / scale for all d if there is a bias b,
-    followed by w(d) for all d if there is a factor w. b is divided by `scale` because the kernels
-    multiply the sum of query-key product and bias by `scale`.
+    The table has one row for each head. A row consists of b(d) / scale for all d, followed by w(d)
+    for all d. Either part is missing if the embedding has no bias or no factor. b is divided by
+    `scale` because the kernels multiply the sum of query-key product and bias by `scale`.
 
-    At distances where b(d) = -inf, no key is attended to. There the table holds the finite number
-    `LOWEST`. A tile may have only such distances. With -inf in the table, the softmax would compute
-    -inf - (-inf) in this tile, which is NaN.
+    Where b(d) = -inf, the table has the finite number `LOWEST`. Otherwise, the softmax would
+    compute -inf - (-inf) = NaN in a tile that has only such distances.
     """
     d = torch.arange(length, device=theta_HN.device)
     bias_HS, weight_HS = pos.bias(theta_HN, d), pos.weight(theta_HN, d)
@@ -206,7 +214,7 @@ def tabulate(pos: PositionalEmbedding, theta_HN: Tensor, length: int, scale: flo
 class _FusedAttention(torch.autograd.Function):
     """Autograd function that computes the same as the operation `kerple::fused`.
 
-    Calls outside of compiled graphs use it, to save the time of torch's dispatcher.
+    It is used outside of compiled graphs, because it avoids the time of torch's dispatcher.
     """
 
     @staticmethod

@@ -56,7 +56,7 @@ _TENSORS = 9
     "kerple::blocked", mutates_args=(), schema=f"({_BLOCKED}) -> Tensor", tags=_NOT_IN_CUDA_GRAPHS
 )
 def blocked(*arguments: Any) -> Tensor:
-    """Return the attention output. The arguments are those of `BlockedCall`."""
+    """Return the output of blocked attention. The arguments are those of `BlockedCall`."""
     return BlockedCall(*arguments).forward(None)
 
 
@@ -69,7 +69,7 @@ def blocked(*arguments: Any) -> Tensor:
 def blocked_backward(grad_BHTE: Tensor, *arguments: Any) -> list[Tensor]:
     """Return the gradients of q, k, v, the bias, the factor, the decay and the sink, as a list.
 
-    The list lacks gradients that are not needed, and gradients of inputs that are None.
+    The list omits gradients that are not needed and gradients of inputs that are None.
     """
     *inputs, need_bias, need_weight = arguments
     call = BlockedCall(*inputs)
@@ -92,7 +92,7 @@ def _(grad_BHTE: Tensor, *arguments: Any) -> list[Tensor]:
 
 
 def register(name: str, functions: DeviceFunctions) -> str:
-    """Store an embedding's device functions. Return the name under which they are stored.
+    """Store the Triton device functions of an embedding, and return a name for them.
 
     Calls of `kerple::fused` pass this name as the argument `code`.
 
@@ -108,7 +108,7 @@ def register(name: str, functions: DeviceFunctions) -> str:
 
 
 def fused_forward(setting: Setting, *inputs: Any) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the attention output, `lse` and `lost`; see `launch.forward`.
+    """Return the attention output, `lse` and `lost`, as `kernels.launch.forward` describes them.
 
     Args:
         inputs: The tensor arguments of `kerple::fused`, in order.
@@ -124,11 +124,13 @@ def fused_gradients(
     setting: Setting, need_rows: bool, grad: Tensor, out: Tensor, lse: Tensor, lost: Tensor,
     *inputs: Any,
 ) -> tuple[Tensor | None, ...]:  # fmt: skip
-    """Return the gradients of q, k, v, `rows`, the sink and the decay; see `launch.backward`.
+    """Return the gradients of q, k, v, `rows`, the sink and the decay.
+
+    `kernels.launch.backward` describes their shapes and dtypes.
 
     Args:
-        need_rows: Whether the gradient of `rows` is needed. `rows` holds the numbers of each head
-            that describe the distance kernel.
+        need_rows: Whether to compute the gradient of `rows`. `rows` holds the numbers of each head
+            that describe the bias and factor.
         inputs: The tensor arguments of `kerple::fused`, in order.
     """
     from megatron.kernels import launch
@@ -142,7 +144,10 @@ def fused_gradients(
     "kerple::fused", mutates_args=(), schema=f"({_FUSED}) -> (Tensor, Tensor, Tensor)"
 )
 def fused(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the output, `lse` and `lost`; see `launch.forward`. `_FUSED` lists the arguments."""
+    """Return the attention output, `lse` and `lost`, as `kernels.launch.forward` describes them.
+
+    `_FUSED` lists the arguments.
+    """
     return fused_forward(setting_of(*arguments[_TENSORS:]), *arguments[:_TENSORS])
 
 
@@ -152,7 +157,7 @@ def fused(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
     schema=f"(Tensor grad, {_RESULTS}, {_FUSED}, bool need_rows) -> Tensor[]",
 )
 def fused_backward(*arguments: Any) -> list[Tensor]:
-    """Return those gradients of `fused_gradients` that are not None, as a list."""
+    """Return the list of those gradients from `fused_gradients` that are not None."""
     count = 4 + _TENSORS
     *numbers, need_rows = arguments[count:]
     found = fused_gradients(setting_of(*numbers), need_rows, *arguments[:count])
@@ -181,14 +186,14 @@ def _save(ctx: Any, inputs: tuple, output: Tensor | tuple[Tensor, ...]) -> None:
 
 
 def _differentiate(backward: Any, learned: int, ctx: Any, grad_BHTE: Tensor, *_: Any) -> tuple:
-    """Return the gradients of all arguments of `kerple::blocked` or `kerple::fused`.
+    """Return a gradient for each argument of `kerple::blocked` or `kerple::fused`.
 
-    The gradient of an argument that has none, such as `scale`, is None.
+    The result contains None for an argument without a gradient, such as `scale`.
 
     Args:
         backward: The operation that computes the gradients.
-        learned: The number of arguments between v and the two arguments for the decay and the sink.
-            Gradients of these arguments are computed only if autograd needs them.
+        learned: The number of arguments between v and the pair (decay, sink). The gradients of
+            these arguments are computed only if autograd needs them.
     """
     saved, needs = ctx.saved_tensors, ctx.needs_input_grad[3 : 3 + learned]
     terms = saved[-_TENSORS:][3 + learned : 5 + learned]
@@ -204,7 +209,11 @@ for _operation, _backward, _learned in ((blocked, blocked_backward, 2), (fused, 
 
 @lru_cache(maxsize=64)
 def setting_of(code: str, scale: float, offset: int, dropout_p: float, backward: bool) -> Setting:
-    """Return the `Setting` of a call with these numbers and the device functions named `code`.
+    """Return the `Setting` of an attention call, with the device functions registered as `code`.
+
+    Args:
+        offset: The position of the first query.
+        backward: Whether gradients are needed.
 
     Raises:
         AttentionError: This process has not registered the device functions.
@@ -225,8 +234,8 @@ def _new(x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
 
 
 def _new_heads(x_BHTE: Tensor) -> Tensor:
-    """Return an uninitialised tensor with the shape of `x_BHTE`.
+    """Return an uninitialised tensor with the shape [batch, heads, queries, head size] of `x_BHTE`.
 
-    In memory, queries come before heads, as in `launch.empty_like_heads`.
+    In memory, the order is [batch, queries, heads, head size], as in `launch.empty_like_heads`.
     """
     return _new(x_BHTE.transpose(1, 2)).transpose(1, 2)

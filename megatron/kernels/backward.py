@@ -78,10 +78,13 @@ def query_tile(
 ):  # fmt: skip
     """Add the contributions of a tile of N keys to the gradients of M query rows and of theta.
 
-    Return the new (dq, excess, acc). `dq` [M, P] is the gradient of the rows of q, divided by
-    scale. P is the padded head size. `excess` [M, W] holds W sums for each row. They add up to the
-    sum of ds, the gradients of the row's logits. `acc` holds the sums from which the gradient of
-    theta (the distance kernel's parameters) is computed.
+    Return the new (dq, excess, acc):
+
+    - `dq` [M, P] is the gradient of the rows of q, divided by scale. P is the padded head size.
+    - `excess` [M, W] is the sum of ds over keys, where ds are the gradients of the logits. The sum
+      of each row is divided into W parts.
+    - `acc` contains the sums from which the gradient of theta (the parameters of bias and factor)
+      is computed.
     """
     k = load_rows(head.k, n0, head.keys, head.k_t, MASKED, N, E, P)
     v = load_rows(head.v, n0, head.keys, head.v_t, MASKED, N, E, P)
@@ -114,11 +117,11 @@ def query_pass(
     f_finish: tl.constexpr, LEARNS: tl.constexpr, THETA: tl.constexpr, WEIGHTED: tl.constexpr,
     DROPOUT: tl.constexpr, M: tl.constexpr, N: tl.constexpr, E: tl.constexpr, P: tl.constexpr,
 ):  # fmt: skip
-    """Compute the gradient of q, delta, and parts of the gradient of theta.
+    """Compute the gradient of q, delta, and partial sums of the gradient of theta.
 
-    Theta holds the distance kernel's parameters. For each query row, delta is the sum of grad_out *
-    out, where grad_out is the gradient of `out`. With LEARNS (theta needs a gradient, or there is a
-    sink or a decay), delta is corrected for the rounding of `out`.
+    delta is the dot product of a row's output and the gradient of this output. With LEARNS (theta
+    needs a gradient, or there is a sink or a decay), delta is corrected for the rounding of the
+    output. Theta are the parameters of the bias and the factor.
 
     Each program handles M query rows of one head. It writes its part of theta's gradient to one row
     of `sums` [programs, THETA]. THETA is the number of theta's columns for which gradients are
@@ -176,13 +179,14 @@ def key_tile(
 ):  # fmt: skip
     """Add the contributions of a tile of M query rows to the gradients of N keys and values.
 
-    Return the new (dk, dv, ddecay). `dk` [N, P] is the gradient of k, divided by scale. `dv` [N, P]
-    is the gradient of v. P is the padded head size. `ddecay` [N] is the gradient of the decay at
-    the positions of the keys.
+    Return the new (dk, dv, ddecay):
 
-    Scores are computed as [keys, query rows] instead of [query rows, keys]. In this form, the
-    softmax weights p and the gradients ds of the logits enter the products for dv and dk without a
-    transpose.
+    - `dk` [N, P] is the gradient of k, divided by scale. P is the padded head size.
+    - `dv` [N, P] is the gradient of v.
+    - `ddecay` [N] is the gradient of the decay at the positions of the keys.
+
+    Scores are computed as [keys, query rows]. In this order, the softmax weights and the gradients
+    of the logits need no transpose before the products for dv and dk.
     """
     q = load_rows(q_base, m0, queries, q_stride, MASKED, M, E, P)
     do = load_rows(do_base, m0, queries, do_stride, MASKED, M, E, P)
@@ -238,13 +242,12 @@ def key_pass(
     DROPOUT: tl.constexpr,
     M: tl.constexpr, N: tl.constexpr, E: tl.constexpr, P: tl.constexpr,
 ):  # fmt: skip
-    """Compute the gradients of k and v, and a part of the decay's gradient.
+    """Compute the gradients of k and v, and the part of the decay's gradient that comes from keys.
 
-    Each program handles N keys of one key head, and some or all of the query heads that share it.
-    With programs (x, part) for `parts` parts, each part has group / parts of these heads and writes
-    its own gradients, which `launch` adds up. A decay c_j is subtracted from all logits of key j,
-    `ddecay` gets its gradient through them, and each part has one head. Programs for the first keys
-    start first, because more query rows see these keys.
+    Each program handles N keys of one key head. The `group` query heads that share this key head
+    are divided into equal parts. Program (x, part) handles one part and writes its own gradients,
+    which `launch` adds up. With a decay, each part has one head. Programs for the first keys start
+    first, because more query rows see these keys.
     """
     tiles = tl.cdiv(keys, N)
     n0 = (tl.program_id(0) % tiles) * N

@@ -58,18 +58,18 @@ def device_functions(
     bounds: Sequence[tuple[float, float]] = (),
     rewrite: Callable[[Any], Any] = sympy.sympify,
 ) -> DeviceFunctions:
-    """Generate the Triton device functions of a distance kernel from its sympy expressions.
+    """Generate the Triton device functions of a bias and a factor from their sympy expressions.
 
     Args:
-        bias: The bias of the distance kernel. None means 0.
-        weight: The factor of the distance kernel. None means 1.
+        bias: The bias of the query-key product. None means 0.
+        weight: The factor of the query-key product. None means 1.
         distance: The symbol of the query-key distance.
-        theta: The symbols of the distance kernel's parameters.
+        theta: The symbols of the parameters of bias and factor.
         position: The symbol of the query's position in its document, or None if neither the bias
             nor the factor contains it.
         bounds: The smallest and the largest number of each column of theta.
-        rewrite: Returns another form of a derivative, such as `sympy.factor`: a product does not
-            overflow where a sum of products does.
+        rewrite: Returns another form of a derivative. For example, `sympy.factor` returns a
+            product, which does not overflow where a sum of products does.
 
     Raises:
         NotExpressible: The bias or the factor cannot be expressed in the generated code.
@@ -108,11 +108,11 @@ def device_functions(
 class Writer:
     """Writes the generated functions `prepare` and `evaluate` from sympy expressions.
 
-    `prepare` computes the constants of a head: all numbers that depend only on theta (the distance
-    kernel's parameters) and scale. `evaluate` handles a tile of scores. It computes all numbers
-    that also depend on the query-key product s, the distance d or the query's position i. "The code
-    of" an expression is Triton source text that evaluates it. `lines` collects the statements of
-    `evaluate`, and `prepared` the code of each constant.
+    `prepare` computes the constants of a head, which depend only on theta and scale. `evaluate`
+    computes all other numbers for a tile of scores. They also depend on the query-key product s,
+    the distance d or the query's position i. "The code of" an expression is Triton source text that
+    evaluates it. `lines` collects the statements of `evaluate`, and `prepared` the code of each
+    constant.
     """
 
     def __init__(
@@ -129,8 +129,8 @@ class Writer:
     def constant(self, expr: sympy.Expr) -> str:
         """Return the code by which `evaluate` reads a constant.
 
-        The code is a literal such as `0.5`, or an entry of the tuple that `prepare` returns, such
-        as `c[2]`. If `prepare` does not compute the constant yet, its code is added to `prepared`.
+        The code is a literal such as `0.5`, or an entry such as `c[2]` of the tuple that `prepare`
+        returns. If `prepare` does not compute the constant yet, its code is added to `prepared`.
         """
         if expr.is_number:
             return repr(float(expr)) if expr.is_finite else f"float('{float(expr)}')"
@@ -142,7 +142,7 @@ class Writer:
     def scalar(self, expr: Any) -> str:
         """Return the code by which `prepare` computes a constant.
 
-        The code calls exact functions, not the fast approximate ones of `evaluate`.
+        The code calls exact functions. `evaluate` calls fast approximate functions instead.
         """
         if expr.is_number:
             return self.constant(expr)
@@ -158,9 +158,10 @@ class Writer:
         return self.call(expr, SCALAR_CALLS).format(*args)
 
     def tile(self, expr: sympy.Expr) -> str:
-        """Add to `lines` the statements that compute an expression. Return the result's name.
+        """Add statements to `lines` that compute `expr`, and return the name of the result.
 
-        An expression is computed only once. For a constant, only return the code that reads it.
+        If `expr` was computed before, return that name. If `expr` is a constant, return the code
+        that reads it.
         """
         if not expr.has(self.s, self.d, self.i):
             return self.constant(expr)
@@ -197,7 +198,7 @@ class Writer:
         return self.call(expr, CALLS).format(*(self.tile(arg) for arg in expr.args))
 
     def row(self) -> str:
-        """Return the code of a pointer to the head's row of theta, such as "c[2]"."""
+        """Return the code of a pointer to this head's row of theta, such as "c[2]"."""
         if "theta" not in self.prepared:
             self.prepared.append("theta")
         return f"c[{self.prepared.index('theta')}]"
@@ -206,7 +207,7 @@ class Writer:
         """Return the code of offset + slope * d, where d is the query-key distance di - dj.
 
         The code is (offset + slope * di) - slope * dj. Both slope and offset are constants. With
-        the slopes 1 and -1, di - dj comes first, so that a small offset keeps its digits.
+        the slopes 1 and -1, di - dj is computed first, so that a small offset keeps its digits.
         """
         if abs(slope) == 1 and not sympy.S(offset).is_number:
             return f"({self.constant(offset)} {'+' if slope == 1 else '-'} (di - dj))"
@@ -215,7 +216,7 @@ class Writer:
         return f"(({start}{k}di) - {k}dj)"
 
     def product(self, factor: sympy.Expr, rest: sympy.Expr) -> str:
-        """Return the code of `factor`, a constant, times `rest`, a product of other expressions."""
+        """Return the code of `factor` * `rest`. `factor` is a constant, and `rest` is not."""
         if rest == 1:
             return self.constant(factor)
         if factor != 1:
@@ -267,9 +268,9 @@ def power(exponent: sympy.Expr, base: str, reciprocal: str) -> str:
     """Return the code that raises an expression to the power `exponent`.
 
     Args:
-        base: The code of the expression.
         exponent: A nonzero integer, 1/2 or -1/2.
-        reciprocal: The code of 1 / x, in which {} stands for x.
+        base: The code of the expression.
+        reciprocal: The code of 1 / x, with {} in the place of x.
     """
     if exponent in HALVES:
         return f"tl.sqrt({base})" if exponent > 0 else f"tl.rsqrt({base})"
@@ -284,10 +285,10 @@ def function(head: str, lines: list[str], results: list[str]) -> list[str]:
 
 
 def compiled(name: str, source: str) -> dict[str, Any]:
-    """Execute the text `source`, and return the five Triton functions that it defines, by name.
+    """Execute `source`, and return a dict of the five Triton functions that it defines.
 
-    `name` is the distance kernel's name. It becomes part of the path under which the text is stored
-    in `linecache`. Equal names and texts get equal paths, so that Triton's caches recognise them.
+    `source` is stored in `linecache` under a path that contains `name` and a hash of `source`.
+    Triton's caches recognise the same `name` and `source` by this path.
     """
     digest = hashlib.sha256(source.encode()).hexdigest()[:12]
     path = f"<distance kernel {name} {digest}>"

@@ -55,20 +55,21 @@ SWITCHES = {"cached": False}
 
 
 def cache_launches(on: bool) -> None:
-    """Switch the reuse of compiled kernels between launches on or off, for the whole process.
+    """Switch the cache of kernel launches on or off, for the whole process.
 
-    With reuse, launches take less time, and results do not change.
+    With the cache, a launch finds its compiled Triton kernel in less time. The results do not
+    change.
     """
     SWITCHES["cached"] = on
 
 
 @dataclass
 class Variant:
-    """A Triton kernel with its compile-time arguments.
+    """A Triton kernel with fixed compile-time arguments.
 
     Attributes:
         function: The Triton kernel.
-        functions: The device functions of the distance kernel.
+        functions: The device functions of the bias and the factor.
         constants: The compile-time arguments. A launch passes them after all other arguments.
         options: The options of the compiler.
         exact: For each numeric argument (see `NUMBERS`), whether the choice of the compiled kernel
@@ -88,7 +89,12 @@ class Variant:
         self, programs: tuple[int, int], pointers: Sequence[Tensor | None], strides: Sequence[int],
         numbers: Sequence[Any],
     ) -> None:  # fmt: skip
-        """Start the Triton kernel on the current device and stream."""
+        """Start the Triton kernel on the current device and stream.
+
+        Args:
+            programs: The numbers of programs in the two dimensions of Triton's grid.
+            pointers, strides, numbers: The run-time arguments, in the order that `order` describes.
+        """
         arguments = (*pointers, *strides, *numbers, *self.constants)
         if not SWITCHES["cached"]:
             self.function[programs](*arguments, **self.options)
@@ -105,7 +111,10 @@ class Variant:
             self.compiled[key] = compiled
 
     def key(self, pointers: Sequence[Any], strides: Sequence[int], numbers: Sequence[Any]) -> tuple:
-        """Return the properties of the run-time arguments by which a compiled kernel is chosen."""
+        """Return a key for `compiled`: the properties of the run-time arguments.
+
+        Launches with equal keys use the same compiled kernel.
+        """
         tensors = [None if x is None else (x.dtype, x.data_ptr() % 16) for x in pointers]
         values = [x if exact else x >> 31 for x, exact in zip(numbers, self.exact, strict=True)]
         return pointers[0].get_device(), *tensors, *strides, *values
@@ -119,9 +128,9 @@ def variant_of(
 
     Args:
         which: The Triton kernel, a key of `PASSES`.
-        pointers: The launch's tensors, in the order of the first list of `order(which)`. An
-            optional tensor may be None.
-        theta: Whether the gradient of the distance kernel's parameters or table is needed.
+        pointers: The launch's tensors, in the order of the first list from `order(which)`. None
+            stands for an optional tensor that is absent.
+        theta: Whether the gradient of the parameters theta or of the table is needed.
     """
     missing = [x is None for x in pointers]
     key = (which, id(functions), tile, head_size, dropout, theta, *missing)
@@ -144,13 +153,12 @@ def variant_of(
 
 @lru_cache
 def order(which: str) -> tuple[list[str], list[str], list[str]]:
-    """Return three lists of names from the signature of a Triton kernel.
+    """Return the names of the arguments of a Triton kernel, as three lists.
 
-    The first list names all tensors, the second names the tensors with strides, and the third names
-    the compile-time arguments. In the signature, a tensor named x is the argument `x_ptr`. If x has
-    strides, the arguments `x_b`, `x_h` and `x_t` are the strides of the first three of its four
-    dimensions. All pointers come first, then all strides, then `NUMBERS`, and then the compile-time
-    arguments.
+    The lists name all tensors, the tensors with strides, and the compile-time arguments. A tensor x
+    is passed as the argument `x_ptr`. If x has strides, the arguments `x_b`, `x_h` and `x_t` are
+    the strides of the first three of its four dimensions. The order of all arguments is pointers,
+    strides, `NUMBERS`, compile-time arguments.
 
     Args:
         which: The Triton kernel, a key of `PASSES`.
@@ -170,13 +178,13 @@ def constants(
 ) -> dict[str, Any]:  # fmt: skip
     """Return the compile-time arguments of all Triton kernels, as a dict from name to value.
 
-    Each Triton kernel takes from the dict those arguments that its signature names.
+    A Triton kernel uses only those entries that its signature names.
 
     Args:
-        theta: Whether the gradient of the distance kernel's parameters or table is needed.
+        theta: Whether the gradient of the parameters theta or of the table is needed.
         terms: The names of the optional tensors that the call passes.
-            `documents_sink_decay.TENSORS` names all optional tensors. For each of those that are
-            not passed, the pointer becomes a compile-time argument with the value None.
+            `documents_sink_decay.TENSORS` names all optional tensors except `lost`. The pointer of
+            an absent tensor becomes a compile-time argument with the value None.
     """
     optional = {*TENSORS, "lost"}.difference(terms)
     values: dict[str, Any] = {f"{name}_ptr": None for name in optional}

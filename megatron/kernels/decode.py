@@ -42,9 +42,12 @@ def decode_pass(
 ):  # fmt: skip
     """Compute the output and `lse` of some query rows for one part of the keys.
 
-    Program (x, n) handles part n and M rows of one key head. Row r of a key head is query r //
-    group of its query head r mod group. The results of part n of N parts stand at the index h N + n
-    of the head dimension of the fp32 tensor `parts`, and `lses` has one number for each row.
+    `lse` is the logarithm to base 2 of the softmax's denominator. Program (x, n) handles the n-th
+    part of the keys for M rows. The rows are the queries of the `group` query heads that share a
+    key head. Row r is query r // group of the query head r mod group among these heads.
+
+    With N parts, the results of head h and part n are stored as head h N + n of `parts` (fp32) and
+    `lses`.
     """
     tiles, n, count = tl.cdiv(queries * group, M), tl.program_id(1), tl.num_programs(1)
     key_item, row = tl.program_id(0) // tiles, tl.program_id(0) % tiles * M + tl.arange(0, M)
@@ -92,7 +95,11 @@ def merge_pass(
     heads, group, queries, keys, offset, width, scale, threshold, rescale,
     N: tl.constexpr, E: tl.constexpr, P: tl.constexpr,
 ):  # fmt: skip
-    """Add up the parts of one query of one head, N at a time. The program's number is its row."""
+    """Compute the output and `lse` of one query of one head from the results for parts of the keys.
+
+    The parts are added up N at a time. The program's number is the index of the query in the
+    flattened dimension of sequences, heads and queries.
+    """
     row, count = tl.program_id(0), tl.cdiv(keys, CHUNK)
     item, t = (row // queries).to(tl.int64), row % queries
     b, h = item // heads, item % heads

@@ -56,9 +56,9 @@ def lg2_or_finite(x):
 def rcp(x):
     """Return 1 / x for 1e-19 < |x| < 1e19, and 0 for larger |x|.
 
-    Numbers are handled in pairs (a, b). One instruction gives r = 1 / (a b), and two products give
-    1/a = r b and 1/b = r a. This saves time, because the GPU's unit for special functions, which
-    executes this instruction, is the bottleneck of the Triton kernels.
+    Two numbers a and b are inverted by one instruction, r = 1 / (a b), and two products: 1/a = r b
+    and 1/b = r a. This saves time, because the GPU's unit for special functions, which executes the
+    instruction, is the bottleneck of the Triton kernels.
     """
     if INTERPRETED:
         return 1.0 / x
@@ -85,16 +85,16 @@ def ex2(x):
 def cosine(x):
     """Return the cosine of x with an error below 1.2e-6, for |x| < 2e7.
 
-    Whole turns n are subtracted first: t = x / (2 pi) - n, where 1 / (2 pi) is the sum of two fp32
-    constants. Then the instruction's error is at most 2^-20.5. (`tl.cos` has a path for large x,
-    which needs local memory for each thread.)
+    First, whole turns n are subtracted: t = x / (2 pi) - n, with 1 / (2 pi) as the sum of two fp32
+    constants. After this step, the error of the GPU's cosine instruction is at most 2^-20.5.
+    `tl.cos` is not used because its code for large x needs local memory for each thread.
     """
     return tl.cos(x) if INTERPRETED else instruction(COSINE, x)
 
 
 @triton.jit
 def sine(x):
-    """Return the sine of x, as `cosine` does."""
+    """Return the sine of x, with the method and the accuracy of `cosine`."""
     return tl.sin(x) if INTERPRETED else instruction(SINE, x)
 
 
@@ -102,14 +102,14 @@ def sine(x):
 def opaque(x):
     """Return x unchanged, but hide from the compiler how x was computed.
 
-    This prevents two optimisations that slow the Triton kernels down:
+    This prevents two optimisations that would make the Triton kernels slower:
 
-    - If the bias is added to a tile of query-key products, the compiler would initialise the
-      accumulators of these products with the bias instead of 0. The bias of the whole tile would
-      then occupy registers during the matrix product.
-    - In a loop, the compiler would let the last matrix product of an iteration overlap with the
-      next iteration. On Hopper, the assembler ptxas would then make the program wait after every
-      matrix product (warning C7515).
+    - The compiler would start the accumulators of query-key products with the bias that is added
+      later, instead of 0. The bias of the whole tile would then occupy registers during the matrix
+      product.
+    - The compiler would let the last matrix product of a loop's iteration overlap with the next
+      iteration. On Hopper, the assembler ptxas would then make the program wait after every matrix
+      product (warning C7515).
     """
     if INTERPRETED:
         return x
@@ -126,10 +126,10 @@ def load_rows(
 ):  # fmt: skip
     """Load ROWS rows of a tensor, beginning with row `first`, and pad them to P columns.
 
-    The tensor begins at `base`. It has `limit` rows, `stride` elements apart, and E columns. With
-    MASKED, rows from `limit` on are zeros. Without MASKED, all loaded rows must exist. Columns from
-    E on are always zeros. The offset of row `first` is 64-bit, because the row may be gigabytes
-    after the start of the tensor.
+    The tensor begins at `base`. It has `limit` rows and E columns. Its rows are `stride` elements
+    apart. With MASKED, rows from `limit` on are zeros. Without MASKED, all loaded rows must exist.
+    Columns from E on are always zeros. The offset of row `first` is 64-bit, because the row may be
+    gigabytes after the start of the tensor.
     """
     row = tl.arange(0, ROWS)
     column = tl.arange(0, P)
@@ -144,10 +144,10 @@ def load_rows(
 def store_rows(
     base, tile, first, limit, stride, ROWS: tl.constexpr, E: tl.constexpr, P: tl.constexpr
 ):
-    """Store the ROWS rows of `tile` in a tensor, as the rows from `first` on.
+    """Store the ROWS rows of `tile` as the rows of a tensor from `first` on.
 
-    The tensor begins at `base`. It has `limit` rows, `stride` elements apart, and E columns. Rows
-    and columns of the tile that lie outside the tensor are skipped.
+    The tensor begins at `base`. It has `limit` rows and E columns. Its rows are `stride` elements
+    apart. Rows and columns of the tile that lie outside the tensor are not stored.
     """
     row = tl.arange(0, ROWS)
     column = tl.arange(0, P)
@@ -160,30 +160,29 @@ def store_rows(
 def table_distance(i, j, m0, n0, offset, queries):
     """Return the query-key distances i - j of a tile, as indices of a table over distances.
 
-    `i` and `j` are the positions of the queries and the keys. Both are counted from `n0`, the
-    position of the tile's first key. The call has `queries` query rows, and `offset` is the
-    position of the first one, counted from the first key of the sequence.
+    `i` and `j` are the positions of the queries and the keys, counted from the tile's first key.
+    `n0` is the position of this key. `offset` is the position of the first of all `queries` query
+    rows.
 
-    All indices must exist in the table. Therefore the distance of a future key becomes 0, and rows
-    past the last query get the distances of the last query. Distance kernels without a table do not
-    use the result, so the compiler removes the call.
+    All indices must exist in the table. Therefore future keys get the distance 0. Rows past the
+    last query get the distances of the last query. If the bias and factor are not tabulated, the
+    result is not used, and the compiler removes this code.
     """
     return tl.maximum(tl.minimum(i, offset + queries - 1 - n0) - j, 0)
 
 
 @triton.jit
 def spread(start, SHARED: tl.constexpr, M: tl.constexpr, N: tl.constexpr):
-    """Return two tiles a and b in fp32 with a - b = start + r - c in row r and column c.
+    """Return two fp32 tiles a and b [M, N] with a - b = start + r - c in row r and column c.
 
-    The tiles have M rows and N columns. The distance of each score is computed from a and b.
-    Without SHARED, a depends only on the row, and b only on the column.
+    The distance of each score is computed from a and b. Without SHARED, a depends only on the row,
+    and b only on the column.
 
-    With SHARED, all entries of a thread that have the same a - b also have the same a and the same
-    b. So the compiler evaluates a distance kernel only once for these entries. On tensor cores, the
+    With SHARED, entries of a thread with the same a - b also have the same a and the same b. The
+    compiler then evaluates the bias and factor only once for these entries. On tensor cores, the
     entries of a thread are in the rows r and r + 8, and in two neighbouring columns of every eight.
-    Therefore a has two values in a thread. b depends only on the register of an entry, so that b is
-    a constant in the machine code. For example, a thread has 32 entries of a tile [64, 64], but
-    only 18 different values of a - b.
+    Therefore a has two values in a thread, and b is a constant for each register. For example, a
+    thread has 32 entries of a tile [64, 64], but only 18 different values of a - b.
     """
     r = tl.arange(0, M)[:, None]
     c = tl.arange(0, N)[None, :]
@@ -199,14 +198,13 @@ def spread(start, SHARED: tl.constexpr, M: tl.constexpr, N: tl.constexpr):
 def add_columns(sums, x, dtype: tl.constexpr):
     """Return `sums` [M, W], with each column n of the tile `x` [M, N] added to column n mod W.
 
-    With W = 8, a thread holds all columns that it adds up, because columns of a tensor core's tile
-    are distributed over threads in a pattern of 8. With W = 1, or if q's `dtype` is fp32, threads
+    With W = 8, no thread needs numbers of another thread: the columns of a tensor core's tile are
+    distributed over threads in a pattern of 8. With W = 1, or if q's `dtype` is fp32, threads
     exchange their sums.
 
-    In fp32, the sum that a thread sends can be a single product of two numbers. The thread sends
-    this product after rounding. It could add the product that it receives to its own product before
-    rounding (a fused multiply-add). Then the two threads would get different results. To prevent
-    this, products are hidden from the compiler (`opaque`).
+    In fp32, two threads could then get different sums. A thread rounds its own product before it
+    sends it. But it could add a received number to its own product before rounding (a fused
+    multiply-add). To prevent this, `x` is hidden from the compiler (`opaque`).
     """
     if dtype == tl.float32:
         x = opaque(x)

@@ -50,16 +50,17 @@ def both(seen, limit):
 def row_tiles(end_ptr, n0, offset, queries, keys, M: tl.constexpr, N: tl.constexpr):
     """Return which tiles of M query rows see the keys n0 ... n0 + N - 1, and which need a mask.
 
-    A tile needs a mask if one of its rows does not see all N keys. It also needs a mask if it has
-    fewer than M rows, which only the last tile can have. Documents and windows hide a key from all
-    rows after some row. For each key, `end_ptr` points to the index of the first of these rows. It
-    is None without documents and windows.
+    A tile needs a mask if one of its rows does not see all N keys. The last tile also needs a mask
+    if it has fewer than M rows.
+
+    Args:
+        end_ptr: Points to one row index for each key. Documents and windows hide the key from this
+            row and all later rows. None without documents and windows.
 
     Returns:
         (first, whole, full, crossing, masked, rest). The tiles from row `whole` up to row `full`
-        (excluded) need no mask. `masked` tiles need one. They form two groups of adjacent tiles.
-        The first group has `crossing` tiles and begins at row `first`. The second group has all
-        others and begins at row `rest`.
+        (excluded) need no mask. `masked` is the number of tiles that need a mask. The first
+        `crossing` of them begin at row `first`, and the others begin at row `rest`.
     """
     first = tl.maximum(n0 - offset, 0) // M * M
     whole = tl.minimum(tl.cdiv(tl.maximum(n0 + N - 1 - offset, 0), M), tl.cdiv(queries, M)) * M
@@ -79,11 +80,12 @@ def row_tiles(end_ptr, n0, offset, queries, keys, M: tl.constexpr, N: tl.constex
 
 @triton.jit
 def row_tile_at(tile, crossing, first, rest, end, M: tl.constexpr):
-    """Return the first row of a tile of M query rows that needs a mask.
+    """Return the first row of one of the tiles (M query rows) that need a mask.
 
-    `tile` is the tile's number among those that need a mask, counted from 0. `row_tiles` returned
-    `crossing`, `first` and `rest`. `end` is None without documents and windows. The second group of
-    these tiles then has at most one tile.
+    Args:
+        tile: The number of the tile among those that need a mask, counted from 0.
+        crossing, first, rest: Results of `row_tiles`.
+        end: None without documents and windows. At most one tile then begins at `rest` or later.
     """
     if end is not None:
         rest += (tile - crossing) * M
@@ -94,13 +96,14 @@ def row_tile_at(tile, crossing, first, rest, end, M: tl.constexpr):
 def open_decay(high_ptr, low_ptr, item, reference, keys):
     """Return (high, low, high_r, low_r), which describe the decay of one head of one sequence.
 
-    The decay at a position, divided by scale, is stored as the sum of two fp32 numbers, a high and
-    a low part. `high` and `low` are pointers to the parts for the first position. `high_r` and
-    `low_r` are the values of the parts at `reference`.
+    The decay divided by scale is stored as the sum of two fp32 vectors, a high and a low part.
+    `high` and `low` point to the head's first entries. `high_r` and `low_r` are the entries at
+    `reference`.
 
     Args:
         item: The index of the head in the flattened dimension of sequences and heads.
         reference: A position or a tensor of positions.
+        keys: The number of keys, which is the length of each vector.
     """
     high, low = high_ptr + item.to(tl.int64) * keys, low_ptr + item.to(tl.int64) * keys
     return high, low, tl.load(high + reference), tl.load(low + reference)
@@ -108,19 +111,23 @@ def open_decay(high_ptr, low_ptr, item, reference, keys):
 
 @triton.jit
 def lost_at(decay, at):
-    """Return (c_j - c_r) / scale for the positions j in `at`, where c is the decay.
+    """Return (c_j - c_r) / scale for several positions j, where c is the decay of one head.
 
-    `decay` is the result of a call of `open_decay`, and r is the `reference` of that call.
+    Args:
+        decay: The result of `open_decay` with the argument `reference` = r.
+        at: The positions j.
     """
     return (tl.load(decay[0] + at) - decay[2]) + (tl.load(decay[1] + at) - decay[3])
 
 
 @triton.jit
 def lost(decay, first, limit, MASKED: tl.constexpr, N: tl.constexpr):
-    """Return (c_j - c_r) / scale for the N positions j from `first` on, where c is the decay.
+    """Return (c_j - c_r) / scale for N positions j, where c is the decay of one head.
 
-    `decay` is the result of a call of `open_decay`, and r is the `reference` of that call. With
-    MASKED, positions from `limit` on get the value of the last position before `limit`.
+    Args:
+        decay: The result of `open_decay` with the argument `reference` = r.
+        first: The first of the positions j.
+        limit: With MASKED, positions from `limit` on get the value of the position `limit` - 1.
     """
     at = first + tl.arange(0, N)
     return lost_at(decay, tl.minimum(at, limit - 1) if MASKED else at)
@@ -137,9 +144,11 @@ def load_clamped(base, first, limit, N: tl.constexpr):
 
 @triton.jit
 def lost_by(decay, reference):
-    """Return (c_j - c_r) / scale for a tile of positions j, where c is the decay.
+    """Return (c_j - c_r) / scale for several positions j, where c is the decay of one head.
 
-    `reference` is the position r. `decay` is the result of `open_decay` for the positions j.
+    Args:
+        decay: The result of `open_decay` with the positions j as the argument `reference`.
+        reference: The position r.
     """
     high, low = tl.load(decay[0] + reference), tl.load(decay[1] + reference)
     return (decay[2] - high) + (decay[3] - low)
@@ -147,11 +156,14 @@ def lost_by(decay, reference):
 
 @triton.jit
 def null_score(sink_ptr, decay, m0, offset, keys, M: tl.constexpr):
-    """Return the null key's logit, divided by scale, for each of the M query rows from `m0` on.
+    """Return the null key's logit, divided by scale, for the M query rows from `m0` on.
 
-    The null key is an additional key in each softmax. Its logit in row i is the sink minus c_i -
-    c_r, where c is the decay. `decay` is the result of a call of `open_decay`, and r is the
-    `reference` of that call. If there is no decay, `decay` is empty, and the logit is the sink.
+    The null key is an additional key in each softmax. For query row i, its logit is the sink minus
+    c_i - c_r, where c is the decay. Without a decay, its logit is the sink.
+
+    Args:
+        decay: The result of `open_decay` with the argument `reference` = r, or empty without a
+            decay.
     """
     y = tl.zeros([M], dtype=tl.float32) + tl.load(sink_ptr)
     if len(decay):
@@ -160,9 +172,13 @@ def null_score(sink_ptr, decay, m0, offset, keys, M: tl.constexpr):
 
 
 def since_reference(decay_BHS: Tensor, offset: int) -> Tensor:
-    """Return c_i - c_r [batch, heads, queries] in fp32; row r is the reference of query row i.
+    """Return c_i - c_r [batch, heads, queries] in fp32, where c is the decay.
 
-    `decay_BHS` is the decay c of each position. `offset` is the position of the first query.
+    i is a query row. r is the first row of the block of `BLOCK` rows that contains i.
+
+    Args:
+        decay_BHS: The decay c of each position [batch, heads, keys].
+        offset: The position of the first query.
     """
     c_BHT = decay_BHS[:, :, offset:].double()
     rows = torch.arange(c_BHT.shape[-1], device=c_BHT.device)
@@ -175,7 +191,7 @@ TENSORS = ("first", "end", "sink", "high", "low", "ddecay", "position")
 
 @dataclass(frozen=True)
 class Terms:
-    """The terms of an attention call beside the distance kernel. Each of them may be None.
+    """The inputs of an attention call beside q, k, v, bias and factor. Each may be None.
 
     Attributes:
         first_BT: The first key that each query sees, [batch, queries] int32, contiguous.
@@ -193,17 +209,17 @@ class Terms:
 
     @property
     def cost_registers(self) -> bool:
-        """Whether the call has a term for which a Triton kernel needs many registers.
+        """Whether there are terms for which a Triton kernel needs many registers.
 
-        All terms but `position_BT` need many.
+        These are all terms but `position_BT`.
         """
         return not (self.first_BT is None and self.sink_H is None and self.decay_BHS is None)
 
     def tensors(self, scale: float) -> dict[str, Tensor]:
-        """Return the tensors that the Triton kernels read for the call's terms, as a dict by name.
+        """Return a dict of the tensors that all Triton kernels read for these terms.
 
-        The sink and the decay are divided by `scale`. The tensors that `of_keys` returns are left
-        out.
+        `sink` is divided by `scale`. The decay, divided by `scale`, is the sum of `high` and `low`,
+        both fp32. `first` and `position` are as in the attributes. Absent terms are left out.
         """
         given = {"first": self.first_BT, "position": self.position_BT}
         found = {name: x for name, x in given.items() if x is not None}
@@ -216,11 +232,11 @@ class Terms:
         return found
 
     def of_keys(self, keys: int) -> dict[str, Tensor]:
-        """Return the tensors that only the Triton kernel `key_pass` uses, as a dict by name.
+        """Return a dict of the tensors that only the Triton kernel `key_pass` needs.
 
-        If documents or a window hide keys, `end` [batch, keys] holds one row index for each key.
-        This is the first query row from which documents or the window hide the key, or the number
-        of queries if there is no such row.
+        If documents or a window hide keys, `end` [batch, keys] contains one row index for each key.
+        From this query row on, the key is hidden. If the key is never hidden, the index is the
+        number of queries.
 
         If there is a decay, `ddecay` is a new tensor. `key_pass` writes the gradient of the decay
         into it.
@@ -243,15 +259,14 @@ class Terms:
     ) -> tuple[Tensor | None, Tensor | None]:
         """Return the gradients of the sink and of the decay, or None for an absent term.
 
-        For each query, p is the softmax weight of the null key, and delta is the sum of grad_out *
-        out over the head size. (grad_out is the gradient of the output `out`.) The gradient of the
-        null key's logit is -p delta. The sum of these gradients over all queries is the sink's
-        gradient. The null key's logit is the sink minus the decay at the query's position (see
-        `null_score`). Therefore p delta is added to the decay's gradient at this position.
+        The gradient of the null key's logit is -p delta for each query. p is the softmax weight of
+        the null key. delta is the dot product of the query's output and the gradient of this
+        output. The sink's gradient is the sum of -p delta over all queries. The null key's logit is
+        the sink minus the decay at the query's position (see `null_score`). Therefore p delta is
+        added to the decay's gradient at this position.
 
         Args:
-            ddecay_BHS: The decay's gradient without the contributions of null keys. These
-                contributions, p delta of each query, are added in place.
+            ddecay_BHS: The decay's gradient without p delta, which is added in place.
             offset: The position of the first query. The first key has the position 0.
         """
         if self.sink_H is None:

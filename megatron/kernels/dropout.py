@@ -10,13 +10,12 @@ import triton.language as tl
 def kept(seed, item, query, key, threshold, M: tl.constexpr, N: tl.constexpr):
     """Return the dropout mask of M queries and N keys, [M, N].
 
-    The queries start at `query`, and the keys start at `key`, which must be a multiple of 4. An
-    entry is true if the query's softmax weight for the key is kept. This has the probability
-    `threshold` / 2^24.
+    The queries start at index `query`, and the keys start at `key`, which must be a multiple of 4.
+    An entry is true if the softmax weight is kept, which has the probability `threshold` / 2^24.
 
-    The random generator is Philox in counter mode. The random bits of a score depend only on the
-    seed, on the sequence and head (`item`), on the query and on the key. They do not depend on the
-    tile sizes, so every Triton kernel draws the same mask. One call of the generator serves four
+    The random generator is Philox in counter mode. Its counters are the key, the query and `item`,
+    the number of the pair (sequence, head). Therefore the mask does not depend on the tile sizes,
+    and every Triton kernel draws the same mask. One call of the generator yields bits for four
     keys.
     """
     counter_query = tl.broadcast_to((query + tl.arange(0, M))[:, None], (M, N // 4))

@@ -45,13 +45,16 @@ def forward_tile(
     f_evaluate: tl.constexpr, DROPOUT: tl.constexpr, MASKED: tl.constexpr,
     M: tl.constexpr, N: tl.constexpr, E: tl.constexpr, P: tl.constexpr,
 ):  # fmt: skip
-    """Add a tile of N keys to the running softmax of M query rows.
+    """Add a tile of N keys to the online softmax of M query rows.
 
-    Return the new (top, total, acc). Let y be a logit divided by scale. For each row, `top` is the
-    largest y so far. The numerator of a key's softmax weight is 2^(c (y - top)), where c is scale
-    log2 e. `total` is the sum of the numerators so far. `acc` is the sum of the values v, each
-    multiplied by its numerator, or by 0 if the key is dropped. Where `top` rises, the earlier sums
-    are multiplied by 2^(c (old top - new top)).
+    Return the new (top, total, acc). Let y be a logit divided by scale, and c = scale log2 e.
+
+    - `top` is the largest y of each row so far.
+    - `total` is the sum of the softmax numerators 2^(c (y - top)) so far.
+    - `acc` is the sum of the values v so far, each multiplied by its numerator. A key that dropout
+      removes adds 0.
+
+    If `top` rises, the earlier sums are multiplied by 2^(c (old top - new top)).
     """
     k = load_rows(head.k, n0, head.keys, head.k_t, MASKED, N, E, P)
     s = tl.dot(q, tl.trans(k), input_precision="ieee")
@@ -85,9 +88,12 @@ def forward_pass(
 ):  # fmt: skip
     """Compute the attention output, `lse` and `lost`.
 
+    The backward pass needs `lse` and `lost`. `lse` is the logarithm to base 2 of each row's softmax
+    denominator. `lost` is the rounding error of the 16-bit output, multiplied by LOST. It has the
+    output's strides.
+
     Each program handles M query rows of one head. It visits the keys that these rows see, N at a
-    time. `lse` is the logarithm to base 2 of each row's softmax denominator. `lost` is what the
-    output lost when it was rounded. It has the output's strides. The backward pass needs both.
+    time.
     """
     tiles = tl.cdiv(queries, M)
     item, m0 = open_rows(tiles, M)

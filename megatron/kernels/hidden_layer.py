@@ -31,12 +31,12 @@ from megatron.kernels.rows import gradients_of, open_head, open_rows, seen_by
 
 @dataclass(frozen=True)
 class Layer:
-    """A layer of hidden units, sum_k v_k relu(w_k u + b_k), in the bias of a distance kernel.
+    """A layer of hidden units, sum_k v_k relu(w_k u + b_k), in an embedding's bias.
 
     The sum is piecewise linear in u. Knees are the inputs u at which the slope changes. Between
-    neighbouring knees, the sum is a line, slope * u + offset. Theta holds the distance kernel's
-    parameters, among them all w, b and v. The Triton kernels read one row of numbers for each head:
-    first the columns of theta, then the layer's knees, slopes and offsets.
+    neighbouring knees, the sum is a line, slope * u + offset. The Triton kernels read one row of
+    numbers for each head: first the columns of theta, among them all w, b and v, then the layer's
+    knees, slopes and offsets.
 
     Attributes:
         first: The number of columns of theta, which is also the index of the first knee in the row.
@@ -61,15 +61,15 @@ class Layer:
         return 1 << self.width.bit_length()
 
     def gradient(self, sums_H2R: Tensor, width: int) -> Tensor:
-        """Return the gradient [heads, `width`] of the numbers that the kernels read for each head.
+        """Return the gradient [heads, `width`] of all numbers that the Triton kernels read.
 
-        The gradients of the layer's slopes and offsets come from `sums_H2R`. The gradients of all
-        other numbers are set to 0.
+        These numbers are the columns of theta, then the layer's knees, slopes and offsets. Only
+        slopes and offsets get a gradient, from `sums_H2R`. The others get 0.
 
         Args:
-            sums_H2R: The sums that `hidden_pass` has written, added up for each head. Row 0 of a
-                head holds the gradients of the offsets, and row 1 those of the slopes.
-            width: How many numbers the kernels read for a head (not the number of hidden units).
+            sums_H2R: The sums from `hidden_pass`, added up for each head: the gradients of the
+                offsets, then of the slopes.
+            width: The count of numbers for each head, not the number of hidden units.
         """
         offsets_HM, slopes_HM = sums_H2R[..., : self.width + 1].unbind(1)
         before = sums_H2R.new_zeros(len(sums_H2R), width - 2 * (self.width + 1))
@@ -78,9 +78,9 @@ class Layer:
 
 @triton.jit
 def knees_within(u, knees, K: tl.constexpr):
-    """Return (begin, end). The knees begin ... end - 1 lie between the smallest and the largest u.
+    """Return (begin, end): the knees begin ... end - 1 lie within the range of `u`.
 
-    u is a tile of inputs of a layer of hidden units. `knees` points to the K inputs, in rising
+    `u` is a tile of inputs of a layer of hidden units. `knees` points to the K inputs, in rising
     order, at which the slope of the layer changes.
     """
     R: tl.constexpr = triton.next_power_of_2(K)
@@ -92,10 +92,13 @@ def knees_within(u, knees, K: tl.constexpr):
 
 @triton.jit
 def hidden_layer(u, row, first: tl.constexpr, K: tl.constexpr):
-    """Return the output f(u) of a layer of hidden units for a tile of inputs u.
+    """Return the output of a layer of hidden units for a tile of inputs u.
 
-    The argument `row` points to the numbers of one head: the columns of theta, then the knees, the
-    slopes and the offsets of the layer. The number of columns is `first`, and that of knees is K.
+    Args:
+        row: Points to the numbers of one head: the columns of theta, then the layer's knees, slopes
+            and offsets.
+        first: The number of columns of theta.
+        K: The number of knees, at which the slope of the layer changes.
     """
     knees, slopes, offsets = row + first, row + first + K, row + first + 2 * K + 1
     within = knees_within(u, knees, K)
@@ -126,14 +129,15 @@ def hidden_slope(u, row, first: tl.constexpr, K: tl.constexpr):
 
 @triton.jit
 def add_by_line(sums, slopes, u, ds, knees, K: tl.constexpr, R: tl.constexpr):
-    """Add the gradients from a tile to `sums` and `slopes`, and return both.
+    """Add a tile's gradients of a piecewise linear layer to `sums` and `slopes`. Return both.
 
-    A layer of hidden units is piecewise linear: between the knees m - 1 and m, it is the line
-    m, a_m * u + c_m. `sums` [R] holds the gradients of all c_m, and `slopes` [R] those of all a_m.
+    Between the knees m - 1 and m, the layer is the line a_m * u + c_m. `sums` [R] contains the
+    gradients of all c_m, and `slopes` [R] the gradients of all a_m.
 
     Args:
         u: A tile of the layer's inputs.
         ds: The gradients of the layer's outputs at `u`.
+        knees: Points to the K inputs, in rising order, at which the slope changes.
     """
     line = tl.arange(0, R)
     within = knees_within(u, knees, K)
@@ -163,14 +167,14 @@ def hidden_pass(
 ):  # fmt: skip
     """Compute the gradients of the slopes and offsets of a layer of K hidden units.
 
-    The layer is piecewise linear in its input u. It has K knees, at which the slope changes, and
-    therefore K + 1 lines, slope * u + offset. The gradient of a line's offset is the sum of ds over
-    the scores whose u lies on the line, where ds is the gradient of a logit. The gradient of the
-    slope is the sum of ds u over the same scores.
+    The layer is piecewise linear in its input u. Its slope changes at K knees, so it consists of K
+    + 1 lines, slope * u + offset. Let ds be the gradient of a logit. The gradient of a line's
+    offset is the sum of ds over the scores whose u lies on the line. The gradient of its slope is
+    the sum of ds u over the same scores.
 
-    Each program handles M query rows of one head. It writes its sums for the offsets, and then
-    those for the slopes, to its part of the tensor [programs, 2, R] at `sums_ptr`. R is the least
-    power of 2 above K.
+    Each program handles M query rows of one head. It writes two rows of the tensor [programs, 2, R]
+    at `sums_ptr`: its sums for the offsets, then those for the slopes. R is the least power of 2
+    above K.
     """
     tiles = tl.cdiv(queries, M)
     item, m0 = open_rows(tiles, M)

@@ -39,15 +39,15 @@ time (9 microseconds, predicted for an H100 and head size 128) than the host nee
 
 @dataclass(frozen=True)
 class Setting:
-    """The parameters of an attention call that are not tensors.
+    """The arguments of an attention call that are not tensors.
 
     Attributes:
-        functions: The device functions of the distance kernel.
+        functions: The device functions of the bias and the factor.
         scale: The factor of the query-key products, > 0.
         query_offset: The position of the first query.
         dropout_p: The probability of dropping a softmax weight.
         tile_sizes: The tile sizes, or None for those in `tile_sizes.TABLE`.
-        backward: Whether a backward pass may follow, so that the forward pass must keep `lost`.
+        backward: Whether a backward pass may follow. It needs the rounding errors of the output.
     """
 
     functions: DeviceFunctions
@@ -58,7 +58,7 @@ class Setting:
     backward: bool = True
 
     def tiles(self, q_BHTE: Tensor, terms: Terms = NO_TERMS) -> TileSizes:
-        """Return the tile sizes of all Triton kernels for a call with these queries and terms."""
+        """Return the tile sizes of all Triton kernels for an attention call with these inputs."""
         if self.tile_sizes is not None:
             return self.tile_sizes
         capability = capability_of(q_BHTE.device) if q_BHTE.is_cuda else (0, 0)
@@ -81,7 +81,7 @@ def capability_of(device: torch.device) -> tuple[int, int]:
 
 
 def rows_contiguous(x: Tensor) -> Tensor:
-    """Return `x` if the Triton kernels can address it, otherwise a contiguous copy.
+    """Return `x` if the Triton kernels can read it in place, otherwise a contiguous copy.
 
     They can if the last dimension is contiguous and offsets within a tile fit into 32 bits. The
     strides of sequences and heads are arbitrary.
@@ -90,7 +90,7 @@ def rows_contiguous(x: Tensor) -> Tensor:
 
 
 def empty_like_heads(x_BHTE: Tensor) -> Tensor:
-    """Return an empty tensor with the shape [batch, heads, queries, head size] of `x_BHTE`.
+    """Return an uninitialised tensor with the shape [batch, heads, queries, head size] of `x_BHTE`.
 
     In memory, queries come before heads, because the model's next layer needs this order.
     """
@@ -107,8 +107,8 @@ def launch(
     Args:
         which: The Triton kernel, a key of `compiled_variants.PASSES`.
         programs: The number of programs, which run the Triton kernel in parallel.
-        parts: The number of parts of `key_pass`, each of which has so many programs.
-        need_theta: Whether the gradient of the distance kernel's parameters or table is needed.
+        parts: The number of parts into which the work is divided. Each has `programs` programs.
+        need_theta: Whether the gradient of the parameters theta or of the table is needed.
         tensors: Maps names to tensors. For example, the tensor `q` provides the Triton kernel's
             arguments `q_ptr`, `q_b`, `q_h` and `q_t`.
     """
@@ -138,13 +138,13 @@ def forward(
     q_BHTE: Tensor, k_BKSE: Tensor, v_BKSE: Tensor,
     rows_HW: Tensor, seed: Tensor | None, setting: Setting, terms: Terms = NO_TERMS,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Return the attention output, and `lse` and `lost` for the backward pass.
+    """Return (output, lse, lost). The backward pass needs `lse` and `lost`.
 
-    The output is [batch, heads, queries, head size] in q's dtype. `lse` [batch, heads, queries]
-    holds the softmax's denominators, as logarithms to base 2 in fp32. `lost` is what the output
-    lost when it was rounded to 16 bits (see `kernels.forward`), with the shape and strides of the
-    output. It is empty if the output is fp32, or if no backward pass follows. `rows_HW` has one row
-    of numbers per head: the distance kernel's parameters or a table over distances.
+    The output is [batch, heads, queries, head size] in q's dtype. `lse` [batch, heads, queries] is
+    the logarithm to base 2 of each softmax's denominator, in fp32. `lost` is the rounding error of
+    a 16-bit output (see `kernels.forward`), in the output's shape and strides. It is empty if the
+    output is fp32, or if no backward pass follows. `rows_HW` has one row of numbers for each head:
+    the parameters of the bias and factor, or a table over distances.
     """
     q, k, v = (rows_contiguous(x) for x in (q_BHTE, k_BKSE, v_BKSE))
     batch, heads, queries = q.shape[:3]
@@ -163,14 +163,14 @@ def forward(
 
 
 def divides_keys(q: Tensor, k: Tensor, setting: Setting, terms: Terms) -> bool:
-    """Return whether the keys are divided into parts, because few query rows see many keys."""
+    """Return whether to divide the keys into parts, because few query rows see many keys."""
     few = q.shape[1] * q.shape[2] <= FEW * k.shape[1] and k.shape[2] > MANY
     other = terms.decay_BHS is not None or setting.functions.layer is not None
     return few and not (other or setting.backward or setting.dropout_p)
 
 
 def decode(tensors: dict[str, Tensor], setting: Setting) -> None:
-    """Compute `out` and `lse` by the Triton kernels in `decode`, given the tensors of `forward`."""
+    """Write the output and `lse` into `tensors`, by the Triton kernels `decode` and `merge`."""
     q, k = tensors["q"], tensors["k"]
     batch, heads, queries, size = q.shape
     parts, rows = cdiv(k.shape[2], CHUNK.value), heads // k.shape[1] * queries
@@ -186,11 +186,11 @@ def backward(
     lse_BHT: Tensor, lost_BHTE: Tensor, rows_HW: Tensor, seed: Tensor | None, setting: Setting,
     need_rows: bool, terms: Terms = NO_TERMS,
 ) -> tuple[Tensor | None, ...]:  # fmt: skip
-    """Return the gradients of q, k, v and `rows_HW`, and of the sink and the decay in `terms`.
+    """Return the gradients of q, k, v and `rows_HW`, then of the sink and the decay in `terms`.
 
-    `rows_HW` has one row of numbers per head: the distance kernel's parameters or a table over
-    distances. The gradients of q, k and v have the inputs' dtype. The gradient of `rows_HW` is
-    fp32, or None if `need_rows` is false.
+    `rows_HW` has one row of numbers for each head: the parameters of the bias and factor, or a
+    table over distances. The gradients of q, k and v have the inputs' dtype. The gradient of
+    `rows_HW` is fp32, or None if `need_rows` is false.
     """
     q, k, v, grad = (rows_contiguous(x) for x in (q_BHTE, k_BKSE, v_BKSE, grad_BHTE))
     functions = setting.functions
@@ -221,7 +221,7 @@ def backward(
 def key_gradients(
     setting: Setting, tile: Tile, tensors: dict[str, Tensor], terms: Terms
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Return the gradients of k, v and the decay. The last one is None without a decay.
+    """Return the gradients of k, v and the decay. Without a decay, the third is None.
 
     Args:
         tile: The tile sizes of the Triton kernel `key`.
@@ -244,10 +244,10 @@ def key_gradients(
 
 
 def parts_of(group: int, programs: int) -> int:
-    """Return into how many equal parts `key_pass` divides the `group` query heads of a key head.
+    """Return into how many equal parts `key_pass` divides the `group` query heads of one key head.
 
-    Each part has as many programs as `programs`. It is the smallest number with which the programs
-    fill a GPU, or else the largest.
+    Each part has `programs` programs. The result is the smallest number with which the programs of
+    all parts fill a GPU. If no number is large enough, the result is `group`.
     """
     numbers = [n for n in range(1, group + 1) if group % n == 0]
     return next((n for n in numbers if n * programs >= FILL), group)
@@ -256,11 +256,10 @@ def parts_of(group: int, programs: int) -> int:
 def hidden_gradient(
     setting: Setting, tile: Tile, tensors: dict[str, Tensor], layer: Layer, plain_HN: Tensor
 ) -> Tensor:
-    """Return the gradient of the numbers that the Triton kernels read, [heads, numbers per head].
+    """Return the gradient [heads, numbers per head] of the numbers that the Triton kernels read.
 
-    The bias of the distance kernel contains a layer of hidden units, which `layer` describes. The
-    numbers of a head are the distance kernel's parameters (the columns of theta), and then the
-    knees, slopes and offsets of the layer.
+    The bias contains a layer of hidden units, which `layer` describes. The numbers of a head are
+    the columns of theta, and then the knees, slopes and offsets of the layer.
 
     Args:
         tile: The tile sizes of the Triton kernel `hidden`.
@@ -279,7 +278,7 @@ def hidden_gradient(
 
 
 def table_gradient(setting: Setting, tile: Tile, tensors: dict[str, Tensor]) -> Tensor:
-    """Return the gradient of the table over distances, [heads, entries per head].
+    """Return the gradient [heads, entries per head] of the table over distances.
 
     Args:
         tile: The tile sizes of the Triton kernel `table`.

@@ -23,7 +23,7 @@ FAR = 1e6  # the largest distance, and the largest number of theta where it has 
 
 
 class select(sympy.Function):
-    """Sympy function of (x, y, a, b): a if x < y, and b otherwise."""
+    """Sympy function select(x, y, a, b): a if x < y, and b otherwise."""
 
     nargs, is_real = 4, True
 
@@ -40,9 +40,9 @@ class select(sympy.Function):
 
 
 class larger(sympy.Function):
-    """Sympy function max(x, y) of (x, y, t).
+    """Sympy function larger(x, y, t) = max(x, y).
 
-    Where x = y, its derivative is t times that of x plus 1 - t times that of y.
+    Where x = y, its derivative is t times the derivative of x plus 1 - t times the derivative of y.
     """
 
     nargs, is_real = 3, True
@@ -62,14 +62,14 @@ class larger(sympy.Function):
 
 
 class hidden_slope(sympy.Function):
-    """Sympy function: the derivative of `hidden_layer` with respect to u, its first argument.
+    """Sympy function: the derivative of `hidden_layer` with respect to its first argument u.
 
     The arguments are those of `hidden_layer`.
     """
 
 
 class hidden_layer(sympy.Function):
-    """Sympy function sum_k v_k relu(w_k u + b_k) of the arguments u, all w, all b and all v."""
+    """Sympy function sum_k v_k relu(w_k u + b_k). The arguments are u, all w, all b, all v."""
 
     @property
     def columns(self) -> tuple[tuple[Any, ...], ...]:
@@ -84,7 +84,7 @@ class hidden_layer(sympy.Function):
 
 
 class NotExpressible(ValueError):
-    """A distance kernel contains a function or a power that the generated code cannot compute.
+    """A bias or factor contains a function or a power that the generated code cannot compute.
 
     A power is refused if the generated code would compute it wrongly for some theta. The error
     message names the function or the power.
@@ -92,10 +92,14 @@ class NotExpressible(ValueError):
 
 
 def lower(expr: Any, d: sympy.Symbol, known: Bounds) -> sympy.Expr:
-    """Return `expr` with log, exp and powers rewritten by the functions that a GPU has.
+    """Return `expr` with log, exp and powers expressed by functions that a GPU has.
 
-    Logarithms become `lg2` (log2 x). Exponentials become `ex2` (2^x), and so do powers that
-    `direct` does not accept. `d` is the symbol of the distance. `known` has the bounds of symbols.
+    Logarithms become `lg2` (log2 x), and exponentials become `ex2` (2^x). A power also becomes
+    `ex2`, unless `direct` accepts its exponent.
+
+    Args:
+        d: The symbol of the distance.
+        known: The bounds of symbols.
     """
     if not expr.args:
         return expr
@@ -116,8 +120,8 @@ def layers(expr: sympy.Expr, theta: tuple[sympy.Symbol, ...]) -> tuple | None:
     """Find the layer of hidden units, sum_k v_k relu(w_k u + b_k), in the expression `expr`.
 
     Returns:
-        The input u and three tuples of indices in theta: those of all w, of all b and of all v. The
-        result is None if there is no layer.
+        The input u, and three tuples of indices in theta: those of all w, of all b and of all v.
+        None if there is no layer.
 
     Raises:
         NotExpressible: There are several layers, or `expr` uses a w, b or v outside of the layer.
@@ -140,9 +144,9 @@ RISING: dict[type, Callable[..., float]] = {
 
 
 def bounds_of(expr: Any, known: Bounds) -> tuple[float, float]:
-    """Return two numbers between which `expr` lies, or infinities where no bound is found.
+    """Return a lower and an upper bound of `expr`, which are infinite if no bounds are found.
 
-    The bounds of the symbols are `known`. An unknown symbol is at most FAR in size.
+    `known` contains the bounds of symbols. An unknown symbol is at most FAR in size.
     """
     if expr.is_number:
         return float(expr), float(expr)
@@ -157,17 +161,17 @@ def bounds_of(expr: Any, known: Bounds) -> tuple[float, float]:
 
 
 def paired(expr: Any, known: Bounds) -> bool:
-    """Return whether 1 / `expr` may be computed by `rcp`, which multiplies neighbouring numbers.
+    """Return whether the generated code may compute 1 / `expr` by `rcp` instead of `rcp_any`.
 
-    It may if `expr` is surely between 1e-19 and 1e19 in size. Otherwise the product of two numbers
-    could overflow, and `rcp_any` takes each number by itself.
+    `rcp` is faster, but multiplies two neighbouring numbers, whose product must not overflow.
+    Therefore `expr` must surely be between 1e-19 and 1e19 in size.
     """
     low, high = bounds_of(expr, known)
     return (low > 1e-19 and high < 1e19) or (low > -1e19 and high < -1e-19)
 
 
 def confirm_power(power: sympy.Pow, d: sympy.Symbol, known: Bounds) -> None:
-    """Check that the generated code computes a power x^y correctly for every theta and distance d.
+    """Check that the generated code computes a power x^y correctly for every theta and distance.
 
     The code computes the power as 2^(y log2 x), unless `direct` accepts y. One of these conditions
     must hold:
@@ -175,9 +179,14 @@ def confirm_power(power: sympy.Pow, d: sympy.Symbol, known: Bounds) -> None:
     - `direct` accepts y;
     - x is always positive;
     - y is a number, and x is never negative;
-    - y > 0, x depends only on d, and x is 0 only at d = 0.
+    - y > 0, x depends only on the distance d, and x is 0 only at d = 0.
 
     If x may be 0 at d = 0, the generated code replaces log2 0 by a finite number.
+
+    Args:
+        power: The power x^y.
+        d: The symbol of the distance.
+        known: The bounds of symbols.
 
     Raises:
         NotExpressible: None of the conditions holds.
@@ -201,10 +210,10 @@ def direct(exponent: sympy.Expr) -> bool:
 
 
 def log2(arg: sympy.Expr, lowered: sympy.Expr, d: sympy.Symbol) -> sympy.Expr:
-    """Return the logarithm of `lowered` to base 2, as an expression.
+    """Return an expression of the logarithm of `lowered` to base 2.
 
-    If the value of `arg` at the distance d = 0 may be 0 but not negative, the logarithm of 0 is
-    replaced by a finite number.
+    If `arg` may be 0, but not negative, at the distance d = 0, the expression has a finite value
+    there.
 
     Args:
         arg: The expression before `lower` has rewritten it.

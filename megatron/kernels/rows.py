@@ -48,11 +48,11 @@ in its document, if the distance kernel depends on it."""
 
 @triton.jit
 def open_rows(tiles, M: tl.constexpr):
-    """Return (item, m0): this program handles the M query rows from `m0` on of the pair `item`.
+    """Return (item, m0): this program handles the M query rows from `m0` on of one head.
 
-    `item` is the number of a pair (sequence, head). The rows of each pair are divided into `tiles`
-    tiles. Programs are ordered by pair, then by tile. The last tile comes first, because its rows
-    see the most keys.
+    `item` is the number of the pair (sequence, head). The rows of each pair are divided into
+    `tiles` tiles. Programs are ordered by pair, then by tile. The last tile comes first, because
+    its rows see the most keys.
     """
     return tl.program_id(0) // tiles, (tiles - 1 - tl.program_id(0) % tiles) * M
 
@@ -63,7 +63,10 @@ def open_head(
     heads, group, queries, keys, offset, width, scale, threshold, rescale,
     f_prepare: tl.constexpr, DROPOUT: tl.constexpr,
 ):  # fmt: skip
-    """Return the `Head` of a program. `item` is the number of its pair (sequence, head)."""
+    """Return the `Head` of a program, which describes one head of one sequence.
+
+    `item` is the number of the pair (sequence, head).
+    """
     b, h = (item // heads).to(tl.int64), item % heads
     h_q, h_k = h.to(tl.int64), (h // group).to(tl.int64)
     k, v = k_ptr + b * k_b + h_k * k_h, v_ptr + b * v_b + h_k * v_h
@@ -76,11 +79,11 @@ def open_head(
 
 @triton.jit
 def open_group(key_item, heads, group):
-    """Return (b, h_k, first, members) for a program of `key_pass`.
+    """Return (b, h_k, first, members): the query heads for which a program of `key_pass` works.
 
-    `key_item` is the number of a pair (sequence b, key head h_k). The program visits `members`
-    query heads from `first` on: all that share the key head, or one of the equal parts into which
-    they are divided.
+    `key_item` is the number of the pair (sequence b, key head h_k). The program visits `members`
+    query heads, beginning with `first`. These are all query heads that share the key head, or one
+    of the equal parts into which they are divided.
     """
     key_heads = heads // group
     parts, part = tl.num_programs(1), tl.program_id(1)
@@ -94,9 +97,10 @@ def open_group(key_item, heads, group):
 def exact_output(
     out_ptr, lost_ptr, at, m0, queries, out_t, M: tl.constexpr, E: tl.constexpr, P: tl.constexpr
 ):
-    """Return M rows of the attention output in fp32, with what they lost in rounding if it is kept.
+    """Return M rows of the attention output in fp32, corrected by their stored rounding errors.
 
-    `at` is the offset of the head in the tensors at `out_ptr` and `lost_ptr` (see `forward`).
+    `at` is the offset of the head in the tensors at `out_ptr` and `lost_ptr`. The rounding errors
+    at `lost_ptr` (see `forward`) are missing if `lost_ptr` is None.
     """
     out = load_rows(out_ptr + at, m0, queries, out_t, True, M, E, P).to(tl.float32)
     if lost_ptr is not None:
@@ -109,8 +113,8 @@ def exact_output(
 def seen_by(head, m0, first_ptr, high_ptr, low_ptr, position_ptr, M: tl.constexpr, N: tl.constexpr):
     """Return (`KeyTiles`, `RowTerms`) for the M query rows from `m0` on.
 
-    `KeyTiles` describes the tiles of N keys that the rows see. `RowTerms` holds the first key that
-    each row sees, the decay, and the position of each row in its document.
+    `KeyTiles` describes the tiles of N keys that the rows see. `RowTerms` contains the first key
+    that each row sees, the decay, and the position of each row in its document.
     """
     offset, queries = head.offset, head.queries
     last, past = tl.minimum(offset + m0 + M, offset + queries), (offset + m0 + 1) // N * N
@@ -136,9 +140,9 @@ def ends_of(seen, MASKED: tl.constexpr):
     need no mask, from `seen.lead` to `seen.past`.
 
     With MASKED, the loop visits the tiles that need a mask. They form two groups: from `seen.begin`
-    to `seen.lead`, and from `seen.past` to `seen.last`. So that a single loop can visit both
-    groups, the first group is moved up to the second: past - lead is added to the loop variable.
-    `key_tile_at` subtracts it again.
+    to `seen.lead`, and from `seen.past` to `seen.last`. To visit both groups in one loop,
+    `seen.past` - `seen.lead` is added to the keys of the first group. `key_tile_at` subtracts it
+    again.
     """
     if MASKED:
         return seen.past - (seen.lead - seen.begin), seen.last
@@ -148,11 +152,10 @@ def ends_of(seen, MASKED: tl.constexpr):
 
 @triton.jit
 def key_tile_at(n, seen, terms, MASKED: tl.constexpr):
-    """Return the first key of the tile that a loop over tiles visits at step `n`.
+    """Return the first key of the tile at step `n` of a loop over keys, which `ends_of` describes.
 
-    `n` is the variable of the loop over keys. With MASKED, the loop visits the tiles before
-    `seen.lead` while n < `seen.past`, and the first key of such a tile is n - (`seen.past` -
-    `seen.lead`). In all other cases, the first key is n. `ends_of` describes the loop.
+    With MASKED, steps with n < `seen.past` visit the tiles before `seen.lead`. The first key of
+    such a tile is n - (`seen.past` - `seen.lead`). In all other cases, the first key is n.
     """
     if MASKED and len(terms.first):
         n = tl.where(n < seen.past, n - (seen.past - seen.lead), n)
@@ -168,7 +171,7 @@ def logits_of(
 
     The tile has the M query rows from `m0` on and the N keys from `n0` on. y [M, N] are the logits
     divided by scale. The mask is true where a row sees a key. Without MASKED, all rows see all
-    keys, and the mask must not be used. SHARED is an argument of `spread`.
+    keys, and the mask must not be used. `spread` describes SHARED.
     """
     start = head.offset + m0 - n0
     i, j = start + tl.arange(0, M)[:, None], tl.arange(0, N)[None, :]
@@ -191,10 +194,14 @@ def gradients_of(
 ):  # fmt: skip
     """Return (results of `f_evaluate`, p, ds) for a tile of query-key products s [M, N].
 
-    p [M, N] are the softmax weights before dropout, and ds [M, N] are the gradients of the logits.
-    dp [M, N] are the products do_i . v_j, where do_i is the gradient of the output of row i. `lse`
-    [M] is the logarithm to base 2 of each row's softmax denominator. `delta` [M] is do_i . o_i,
-    where o_i is the output of row i. The other arguments are those of `logits_of`.
+    p [M, N] are the softmax weights before dropout. ds [M, N] are the gradients of the logits.
+
+    Args:
+        dp: The products do_i . v_j [M, N], where do_i is the gradient of the output of row i.
+        lse: The logarithm to base 2 of each row's softmax denominator, [M].
+        delta: The product do_i . o_i of each row [M], where o_i is the output of row i.
+
+    `logits_of` describes the other arguments.
     """
     logits = logits_of(s, head, terms, m0, n0, f_evaluate, SHARED, MASKED, M, N)
     e, y, mask = logits  # in two statements, for basedpyright

@@ -18,9 +18,9 @@ from megatron.kernels.device_functions import DeviceFunctions
 
 
 def fp32(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Return `function`, applied to fp32 tensors that are made of its arguments.
+    """Return a function that converts its arguments to fp32 tensors and calls `function`.
 
-    Subnormal numbers become 0 in arguments and results, as in a GPU's fast instructions.
+    Subnormal numbers in arguments and results become 0, as in a GPU's fast instructions.
     """
 
     def flush(x: Any) -> Tensor:
@@ -39,12 +39,13 @@ NAMES = ("log2", "exp2", "sqrt", "rsqrt", "maximum", "abs")
 
 
 def simulate(functions: DeviceFunctions, inputs: tuple[Tensor, ...], scale: float) -> Tensor:
-    """Return R logits, each followed by its gradient with respect to theta, [R, 1 + N].
+    """Return [R, 1 + N] logits and their gradients with respect to theta, computed in torch.
 
     The device functions must have columns of theta, and no layer of hidden units.
 
     Args:
-        inputs: Theta [R, N], and [R] query-key products, distances and positions of queries.
+        inputs: R samples of theta [R, N], query-key products [R], distances [R] and positions of
+            queries [R].
     """
     theta_RN, s_R, d_R, i_R = (x.float() for x in inputs)
     tl = SimpleNamespace(load=theta_RN.unbind(1).__getitem__, sum=lambda x: x, where=torch.where)

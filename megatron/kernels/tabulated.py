@@ -57,9 +57,9 @@ def evaluate_both(s, di, dj, d, c, row):
 
 
 def device_functions(bias: bool, weight: bool) -> DeviceFunctions:
-    """Return the device functions for a distance kernel that is given by a table.
+    """Return device functions that read a bias b and a factor w from a table.
 
-    `bias` and `weight` say whether the table contains the bias b and the factor w.
+    `bias` and `weight` say whether the table contains b and w.
     """
     evaluate = {(1, 0): evaluate_bias, (0, 1): evaluate_weight, (1, 1): evaluate_both}
     return DeviceFunctions(prepare, evaluate[bias, weight], weight, tabulated=True, biased=bias)
@@ -67,11 +67,11 @@ def device_functions(bias: bool, weight: bool) -> DeviceFunctions:
 
 @triton.jit
 def by_distance(x, R: tl.constexpr):
-    """Sum the entries of the square tile x [R, R] at each query-key distance.
+    """Return the sums of the entries of a square tile x [R, R] at each query-key distance.
 
-    Return two vectors [R]. The entry in row r and column c is at distance D + r - c, where D is the
-    distance of the upper left entry. Element e of the first vector is the sum of the entries at
-    distance D + e. Element e of the second vector is the sum of the entries at distance D + e - R.
+    The upper left entry is at distance D. The entry in row r and column c is at distance D + r - c.
+    The sums are two vectors [R]. Element e of the first vector is the sum at distance D + e.
+    Element e of the second vector is the sum at distance D + e - R.
     """
     r = tl.arange(0, R)[:, None]
     e = tl.arange(0, R)[None, :]
@@ -90,8 +90,10 @@ def store_sums(pointers, near, far, R: tl.constexpr):
 def load_inside(base, row, inside, stride, E: tl.constexpr, P: tl.constexpr):
     """Load rows of a tensor with E columns, and pad them to P columns with zeros.
 
-    `row` holds the indices of the rows, which are `stride` elements apart in memory. Rows where
-    `inside` is false become zeros.
+    Args:
+        row: The indices of the rows.
+        inside: False for rows that are not loaded. They become zeros.
+        stride: The number of elements between neighbouring rows in memory.
     """
     column = tl.arange(0, P)[None, :]
     pointers = base + row.to(tl.int64)[:, None] * stride + column
@@ -104,10 +106,10 @@ def tile_gradients(
     f_evaluate: tl.constexpr, DROPOUT: tl.constexpr,
     R: tl.constexpr, E: tl.constexpr, P: tl.constexpr,
 ):  # fmt: skip
-    """Return the query-key products s [R, R] and the gradients ds [R, R] of the logits of a tile.
+    """Return the query-key products s [R, R] of a tile, and the gradients ds [R, R] of its logits.
 
-    The tile has the R query rows from `m0` on and the R keys from `n0` on. `m0` may be negative.
-    Where a row does not exist or does not see a key, ds is 0.
+    The tile has the R query rows from `m0` on and the R keys from `n0` on. `m0` may be negative. ds
+    is 0 where a row does not exist or does not see a key.
     """
     offset, queries, keys = head.offset, head.queries, head.keys
     i = m0 + tl.arange(0, R)
@@ -156,12 +158,12 @@ def table_pass(
 ):  # fmt: skip
     """Compute partial sums of the gradients of tables over query-key distances.
 
-    There is a table of the distance kernel's bias b, of its factor w, or of both. The gradient at a
-    distance is a sum over all scores at this distance.
+    There is a table of the bias b, of the factor w, or of both. The gradient at a distance is a sum
+    over all scores at this distance.
 
     Tiles have R query rows and R keys. Each program handles one head of one sequence and one
-    distance D. It visits the tiles whose upper left entry is at distance D. The entries of such a
-    tile are at the distances D - R + 1 ... D + R - 1.
+    distance D. It visits the tiles whose upper left entry is at distance D. The other entries of
+    such a tile are at distances from D - R + 1 to D + R - 1.
     """
     tiles = tl.cdiv(offset + queries, R)
     item = tl.program_id(0) // tiles

@@ -26,12 +26,13 @@ from megatron.kernels.device import INTERPRETED
 
 @dataclass(frozen=True)
 class Tile:
-    """The tile of a Triton kernel, M query rows by N keys.
-
-    `warps` and `stages` are the numbers of warps and of pipeline stages with which the Triton
-    kernel is compiled.
+    """The tile of M query rows by N keys that a Triton kernel computes at a time.
 
     The kernel `table_pass` has square tiles of M rows and M keys, whatever N is.
+
+    Attributes:
+        warps, stages: The numbers of warps and of pipeline stages with which the Triton kernel is
+            compiled.
     """
 
     M: int
@@ -42,7 +43,11 @@ class Tile:
 
 @dataclass(frozen=True)
 class TileSizes:
-    """The tile sizes of each Triton kernel."""
+    """The tiles of the Triton kernels.
+
+    Attributes:
+        forward, query, key, table: The tile of the Triton kernel with this name.
+    """
 
     forward: Tile
     query: Tile
@@ -51,15 +56,15 @@ class TileSizes:
 
 
 class Needs(NamedTuple):
-    """The properties of an attention call that determine its use of registers.
+    """The properties of an attention call that determine how many registers it needs.
 
     Attributes:
-        heavy: Whether the distance kernel has a factor w, a table, a layer of hidden units, or more
-            than two parameters.
+        heavy: Whether there is a factor w, a table, a layer of hidden units, or more than two
+            parameters per head.
         dropout: Whether there is dropout.
-        columns: The number of parameters of the distance kernel per head.
+        columns: The number of parameters of the bias and factor per head.
         terms: Whether there are documents, a window, a sink or a decay.
-        layer: Whether the distance kernel has a layer of hidden units.
+        layer: Whether the bias contains a layer of hidden units.
     """
 
     heavy: bool = False
@@ -70,7 +75,7 @@ class Needs(NamedTuple):
 
 
 def sizes(*four: tuple[int, int, int, int]) -> TileSizes:
-    """Return a `TileSizes`, given (M, N, warps, stages) for each of its fields, in order."""
+    """Return a `TileSizes` from (M, N, warps, stages) for each of its four tiles, in order."""
     return TileSizes(*(Tile(*each) for each in four))
 
 
@@ -179,7 +184,7 @@ The keys are as in `DROPOUT`, and terms are as in `TERMS`.
 
 
 def padded(head_size: int) -> int:
-    """Return the head size padded to a power of two of at least 16.
+    """Return the head size, padded to a power of two of at least 16.
 
     Triton requires tile sizes that are powers of two, and matrix products over at least 16 terms.
     """
@@ -187,10 +192,10 @@ def padded(head_size: int) -> int:
 
 
 def family(capability: tuple[int, int]) -> int:
-    """Return the key of `TABLE` for a GPU of this compute capability.
+    """Return the key of `TABLE` for GPUs of this compute capability.
 
-    The GPUs of one family allow about the same amount of shared memory per program, and compute
-    matrix products in the same way.
+    The GPUs of a family compute matrix products in the same way. Their programs may use about the
+    same amount of shared memory.
     """
     if capability[0] in (9, 10):
         return 10 * capability[0]
@@ -200,14 +205,17 @@ def family(capability: tuple[int, int]) -> int:
 def choose(
     capability: tuple[int, int], dtype: torch.dtype, head_size: int, needs: Needs
 ) -> TileSizes:
-    """Return the tile sizes for a GPU of this compute capability; see `look_up`."""
+    """Return the tile sizes for a GPU of this compute capability; see `look_up`.
+
+    Triton's interpreter gets small tiles instead.
+    """
     if INTERPRETED:
         return TileSizes(SMALL, SMALL, SMALL, SMALL)
     return look_up(family(capability), dtype.itemsize, padded(head_size), needs)
 
 
 def few_rows(itemsize: int, head_size: int) -> Tile:
-    """Return the tile of `decode_pass` and `merge_pass`: keys or values of a tile have 8 kB."""
+    """Return the tile of `decode_pass` and `merge_pass`, whose keys or values fill about 8 kB."""
     return Tile(16, max(16, min(64, 8192 // (itemsize * padded(head_size)))), 2, 3)
 
 
@@ -215,13 +223,14 @@ def few_rows(itemsize: int, head_size: int) -> Tile:
 def look_up(family: int, itemsize: int, size: int, needs: Needs) -> TileSizes:
     """Return the tile sizes for the smallest head size in `TABLE` that is at least `size`.
 
-    `TABLE` has separate entries for calls that are heavy or have dropout (see `Needs`). For a head
-    size without such an entry, these calls get the tile sizes of the other calls.
+    `TABLE` has separate entries for calls that are heavy or have dropout. If a head size has no
+    such entry, these calls get the tile sizes of the other calls.
 
     Args:
         family: The GPU family, a key of `TABLE`.
         itemsize: The number of bytes of an element of q, k and v.
         size: The padded head size.
+        needs: The properties of the call, among them `heavy` and `dropout`.
     """
     heavy, dropout, columns, terms, layer = needs
     rows = TABLE[family]

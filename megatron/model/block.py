@@ -51,7 +51,8 @@ class SelfAttention(nn.Module):
     """Causal self-attention, from x [batch, positions, hidden size] to an output of the same shape.
 
     Inputs of `forward` beside x:
-        theta_HN: The distance kernel's parameters [heads, columns], or None if it has none.
+        theta_HN: The positional embedding's parameters theta [heads, columns], or None if it has
+            none.
         starts_BS: The position at which each token's document starts [batch, all positions], or
             None if each sequence is one document.
         partial: Whether to leave out the sum over tensor-parallel ranks.
@@ -140,10 +141,10 @@ class SelfAttention(nn.Module):
         return self.dense(out_BTD, partial)
 
     def queries_keys_values(self, x_BTD: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Return q [B, H, T, E], k and v [B, K, T, E] for all positions and this rank's heads.
+        """Return q, k and v for all positions and this rank's heads.
 
-        B is the batch size, H the number of query heads, K the number of key heads, T the number of
-        positions, and E the head size.
+        q is [batch, query heads, positions, head size]. k and v are [batch, key heads, positions,
+        head size].
         """
         shape, qkv_BTW = self.shape, self.query_key_value(x_BTD)
         size, group = shape.head_size, shape.group
@@ -155,9 +156,9 @@ class SelfAttention(nn.Module):
         return divide_heads(all_to_all(qkv_BKTW, self.cp, split=1, join=2), size)
 
     def _decay(self, x_BTD: torch.Tensor) -> torch.Tensor | None:
-        """Return the forget gates' decay [B, H, T] for all positions and this rank's heads.
+        """Return the decay that the forget gates add to the logits, or None without forget gates.
 
-        Return None if the positional embedding has no forget gates.
+        The result is [batch, heads, positions] for all positions and this rank's heads.
         """
         if self.gate is None:
             return None
@@ -167,9 +168,9 @@ class SelfAttention(nn.Module):
 
 @contextmanager
 def limited_window(model: nn.Module, tokens: int | None) -> Iterator[None]:
-    """Within the `with` block, let each query see only the last `tokens` tokens, its own included.
+    """Within the `with` block, let each query see only the last `tokens` tokens, itself included.
 
-    A layer with a shorter window keeps this window. If `tokens` is None, nothing changes.
+    A layer that already has a shorter window keeps it. If `tokens` is None, nothing changes.
     """
     layers = [each for each in model.modules() if isinstance(each, SelfAttention)]
     before = [layer.window for layer in layers]
@@ -184,10 +185,11 @@ def limited_window(model: nn.Module, tokens: int | None) -> Iterator[None]:
 
 
 class MLP(nn.Module):
-    """The feed-forward layers of a block, from x [batch, positions, hidden size] to the same shape.
+    """The MLP of a block, from x [batch, positions, hidden size] to an output of the same shape.
 
-    The inner width is `BlockShape.mlp_size`. In a gated MLP (such as `swiglu`), the first layer
-    computes a value and a gate, each of this width, and the second layer gets f(gate) * value.
+    The inner width is `BlockShape.mlp_size`. In a gated MLP (such as `swiglu`), the first linear
+    layer computes a value and a gate, each of this width. The input of the second layer is f(gate)
+    * value.
     """
 
     def __init__(self, plan: Plan):
@@ -222,7 +224,7 @@ _PUBLISHED = {
 class Block(nn.Module):
     """One transformer block, from x [batch, positions, hidden size] to x of the same shape.
 
-    `forward` also takes theta, the starts of documents and a cache (see `SelfAttention`).
+    The other inputs of `forward` are those of `SelfAttention`.
     """
 
     def __init__(self, plan: Plan, index: int):

@@ -27,15 +27,15 @@ _APEX = "apex.normalization.fused_layer_norm"
 
 
 class BlockNorm(Norm):
-    """The norm `shape.norm` of hidden states, or of queries and keys.
+    """The norm named `shape.norm`, of hidden states or of queries and keys.
 
-    As in gpt-neox, queries and keys share one norm, and each head has its own weights.
+    As in gpt-neox, queries and keys share one norm, which has separate weights for each head.
 
     Args:
         shape: The properties of the transformer block.
         tp: The tensor-parallel group.
-        by_head: Whether the input is queries or keys [..., this rank's heads, head size] instead
-            of hidden states.
+        by_head: Whether the input is queries or keys [..., this rank's heads, head size] instead of
+            hidden states.
 
     Raises:
         ValueError: `shape.norm` is not `layernorm`, `rmsnorm` or `scalenorm`.
@@ -65,7 +65,7 @@ class BlockNorm(Norm):
 
 
 def kind_of(shape: BlockShape) -> str:
-    """Return the name by which `Norm` knows the norm `shape.norm`.
+    """Return the argument `kind` of `Norm` for the norm named `shape.norm`.
 
     Raises:
         ValueError: `shape.norm` is not `layernorm`, `rmsnorm` or `scalenorm`.
@@ -76,7 +76,7 @@ def kind_of(shape: BlockShape) -> str:
 
 
 def apex_norm(shape: BlockShape) -> tuple[_Kernel | None, str]:
-    """Return apex's function for the norm `shape.norm`, and a text for the log.
+    """Return (function, text): apex's function for the norm `shape.norm`, and a text for the log.
 
     The function is None if torch's function must be used instead. The text is empty if `shape` asks
     for no fused norm.

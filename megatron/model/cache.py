@@ -26,12 +26,13 @@ less than attention, which reads all kept columns for every new column."""
 
 
 class Kept(NamedTuple):
-    """The tensors from which one layer computes attention for new tokens.
+    """The cached tensors from which one layer computes attention for new tokens.
 
     A column is a position in the padded batch, counted from the first column in the cache.
 
     Attributes:
-        k_BKSE, v_BKSE: The keys and values of all tokens in the cache, new tokens included.
+        k_BKSE, v_BKSE: The keys and values [batch, key heads, columns, head size] of all tokens in
+            the cache, new tokens included.
         decay_BHS: The forget gates' decay of all tokens in the cache, or None without forget gates.
         starts_BS: For each column, the column in which the text starts, or 0 for padding. None if
             no text has padding.
@@ -48,7 +49,7 @@ class Kept(NamedTuple):
 class LayerCache:
     """The cached keys and values of one layer, and the decay if the layer has forget gates.
 
-    With a window, tokens that no later query sees are dropped, so the memory is bounded.
+    With a window, the cache drops tokens that no later query sees. This limits its memory.
 
     Args:
         padding_B: The number of padding tokens before each text.
@@ -67,7 +68,7 @@ class LayerCache:
         return self._first + self._count
 
     def positions(self, count: int) -> Tensor:
-        """Return the positions of the next `count` tokens of each text, int64 [B, count].
+        """Return the positions of the next `count` tokens of each text, int64 [batch, count].
 
         Positions are counted from the text's first token. Padding gets the position 0.
         """
@@ -78,6 +79,7 @@ class LayerCache:
         """Add the keys and values of new tokens, and return the tensors for their attention.
 
         Args:
+            k_BKTE, v_BKTE: The new keys and values [batch, key heads, new tokens, head size].
             decay_BHT: The forget gates' decay, a running sum that starts at the first new token.
                 None without forget gates.
         """
@@ -94,7 +96,7 @@ class LayerCache:
         return Kept(k_BKSE, v_BKSE, decay[0] if decay else None, self._starts(), offset)
 
     def _make_room(self, new: list[Tensor]) -> None:
-        """Allocate larger buffers, and copy the columns that later queries see.
+        """Allocate larger buffers, and copy the columns that later queries see into them.
 
         Args:
             new: The tensors of the new columns, for which the buffers must have room.

@@ -41,22 +41,26 @@ _GATE = ".attention.gate."
 
 
 def of_positions(name: str) -> bool:
-    """Return whether the model's tensor `name` belongs to its positional embedding."""
+    """Return whether the weight called `name` belongs to the model's positional embedding."""
     return is_theta(name) or name == TABLE or _GATE in name
 
 
 @dataclass(frozen=True)
 class ChangedPositions:
-    """The change of a trained model's positional embeddings.
+    """The replacement of a trained model's positional embedding by another one.
+
+    A term is a single embedding, such as `rotary`, in a layer that may combine several. A column of
+    theta is one parameter of a term, with a number for each head. It is kept if a layer has the
+    same term before and after. Otherwise it is added or dropped.
 
     Attributes:
-        old: The embedding that the weights were trained with.
-        new: The embedding of the model that gets the weights.
+        old: The embedding with which the weights were trained.
+        new: The embedding of the model that receives the weights.
         num_layers: The number of layers of both models.
         length: The training length of the new model, in tokens.
-        gentle: Whether added columns with a gentle start value get it (`ThetaParameter.gentle`).
-        given: The names of the columns of `new` whose start values the user gave. Added columns
-            among these keep the values that they have in the model.
+        gentle: Whether added columns start at `ThetaParameter.gentle`, if it is not None.
+        given: The names of the columns of `new` whose start values the user has set. Added columns
+            with these names keep the values that they have in the new model.
     """
 
     old: PositionalEmbedding
@@ -68,7 +72,10 @@ class ChangedPositions:
 
     @cached_property
     def kept(self) -> dict[int, int]:
-        """Maps the index of each kept column of the new theta to its index in the old theta."""
+        """A dict from the index of each kept column of the new theta to its index in the old theta.
+
+        A column is kept if all layers that use it had the same term before, with one common column.
+        """
         found: dict[int, set[int | None]] = {}
         for layer in range(self.num_layers):
             before = dict(_columns(self.old, layer))
@@ -79,16 +86,16 @@ class ChangedPositions:
 
     @property
     def added(self) -> list[int]:
-        """The indices of the trained columns of the new theta that are not kept."""
+        """The indices of the trained columns of the new theta that are not `kept`."""
         return [n for n in columns_of(self.new, trained=True) if n not in self.kept]
 
     def _gentle(self, n: int) -> float | None:
-        """Return the gentle start value of the added column `n`, or None if it has none."""
+        """Return the gentle start value of the added column `n`, or None if it starts otherwise."""
         column = self.new.parameters[n]
         return column.gentle if self.gentle and column.name not in self.given else None
 
     def lines(self) -> list[str]:
-        """Return lines for the log that name the kept, added and dropped terms."""
+        """Return lines for the log, which name the kept, added and dropped embeddings."""
         starts = [(self.new.parameters[n].name, self._gentle(n)) for n in self.added]
         texts = [name if start is None else f"{name} = {start:g}" for name, start in starts]
         columns = ", ".join(texts) if len(texts) <= MOST_COLUMNS else f"{len(texts)} columns"
@@ -101,7 +108,11 @@ class ChangedPositions:
         ]
 
     def _terms(self, one: PositionalEmbedding, other: PositionalEmbedding, shared: bool) -> str:
-        """Return the names of the terms of `one` that the same layer of `other` has or lacks."""
+        """Return the names of those terms of `one` that the same layer of `other` has or lacks.
+
+        Args:
+            shared: True selects the terms that `other` has, False those that it lacks.
+        """
         count = Counter(
             term.name
             for layer in range(self.num_layers)
@@ -116,12 +127,12 @@ class ChangedPositions:
     def set_columns(
         self, parameters: Mapping[str, nn.Parameter], values: Mapping[int, Tensor]
     ) -> None:
-        """Set trained columns of the new model's theta.
+        """Set trained columns of the new model's theta, the positional embedding's parameters.
 
         Args:
             parameters: The new model's parameters by name, or this rank's shards of them.
-            values: Maps the index of a column to its values for all heads [H], or [1] if all heads
-                share the column.
+            values: Maps the index of a column to its values for all heads [heads], or [1] if all
+                heads share the column.
         """
         for name, shared in ((THETA, False), (SHARED_THETA, True)):
             for i, n in enumerate(columns_of(self.new, trained=True, shared=shared)):
@@ -131,10 +142,11 @@ class ChangedPositions:
 
     @torch.no_grad()
     def fill(self, parameters: Mapping[str, nn.Parameter], weights: Mapping[str, Tensor]) -> None:
-        """Set the parameters of the new model that belong to positions and are not in `weights`.
+        """Set the start values of the new model's positional parameters.
 
-        Parameters of theta are always set: their kept columns to the old values, the others to
-        their start values.
+        Kept columns of theta get their old values. Added columns get their gentle start value, if
+        they have one. If `gentle` is true, learned position vectors and forget gates that are not
+        in `weights` get gentle start values, too.
 
         Args:
             parameters: The new model's parameters by name, or this rank's shards of them.
@@ -163,7 +175,10 @@ class ChangedPositions:
 
 
 def terms_of_layer(pos: PositionalEmbedding, layer: int) -> dict[PositionalEmbedding, slice]:
-    """Return the terms of a layer, and the columns of theta that each term uses."""
+    """Return a dict from each term of a layer's embedding to its columns of theta.
+
+    A term is a single embedding, such as `rotary`, of those that the layer combines.
+    """
     of_layer, columns = pos.of_layer(layer)
     found, start = {}, columns.start or 0
     for term in of_layer.terms:
@@ -175,7 +190,11 @@ def terms_of_layer(pos: PositionalEmbedding, layer: int) -> dict[PositionalEmbed
 def _columns(
     pos: PositionalEmbedding, layer: int
 ) -> Iterator[tuple[tuple[PositionalEmbedding, str], int]]:
-    """Yield ((term, parameter name), index in theta) for each trained column of a layer."""
+    """Yield ((term, parameter name), column index) for each trained parameter of a layer.
+
+    A term is a single embedding, such as `rotary`, of those that the layer combines. The column
+    index is the parameter's place in theta [heads, columns].
+    """
     for term, columns in terms_of_layer(pos, layer).items():
         for n, parameter in enumerate(term.parameters, columns.start):
             if parameter.trained:

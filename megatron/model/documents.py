@@ -19,17 +19,17 @@ from megatron.attention.call import document_starts
 
 @dataclass(frozen=True)
 class Documents:
-    """The rule by which sequences of tokens are divided into documents.
+    """How sequences of tokens are divided into documents, and how positions are counted.
 
-    A model has this rule only if each token attends only to tokens of its own document, or if
-    positions are drawn.
+    A model needs this only if each token attends only to its own document, or if positions are
+    drawn at random.
 
     Attributes:
         end: The id of the end-of-document token. None means that tokens attend to all documents.
         drawn_from: The number of positions from which training draws. 0 means that no positions are
             drawn.
-        restart_positions: Whether positions are counted from the first token of each document.
-            Otherwise they are counted from the first token of the sequence.
+        restart_positions: Whether positions are counted from the first token of each document. If
+            not, they are counted from the first token of the sequence.
     """
 
     end: int | None
@@ -37,9 +37,9 @@ class Documents:
     drawn_from: int = 0
 
     def starts(self, tokens_BT: torch.Tensor, training: bool = False) -> torch.Tensor:
-        """Return the index of the first token of each token's document, int64 [B, T].
+        """Return the index of the first token of each token's document, int64 [batch, tokens].
 
-        If training draws positions, return each token's index minus the token's drawn position.
+        If training draws positions at random, return each token's index minus its drawn position.
         """
         if self.end is not None:
             return document_starts(tokens_BT == self.end)
@@ -48,7 +48,10 @@ class Documents:
         return torch.arange(tokens_BT.shape[1], device=tokens_BT.device) - self._drawn(tokens_BT)
 
     def _drawn(self, tokens_BT: torch.Tensor) -> torch.Tensor:
-        """Draw T different positions for each sequence, and sort them. Return int64 [B, T]."""
+        """Return T different random positions for each sequence, sorted, int64 [batch, T].
+
+        T is the number of tokens in a sequence. The random numbers depend only on the tokens.
+        """
         length, device = tokens_BT.shape[1], tokens_BT.device
         place_T = _mixed(torch.arange(1, length + 1, device=device))
         seed_B1 = _mixed((tokens_BT * place_T).sum(1, keepdim=True))
@@ -58,7 +61,7 @@ class Documents:
     def positions(
         self, starts_BS: torch.Tensor, positions_T: torch.Tensor | None = None
     ) -> torch.Tensor | None:
-        """Return the position of each token in its document, int64 [B, T].
+        """Return the position of each token in its document, int64 [batch, positions].
 
         Return None if `restart_positions` is false and positions are not drawn.
 

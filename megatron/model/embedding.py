@@ -26,7 +26,7 @@ class EmbeddingLayer(StoredTheta):
     """The first layer, which maps tokens [batch, positions] to the pair (x, theta).
 
     x [batch, positions, hidden size] are the hidden states. theta [heads, parameters] are the
-    distance kernel's parameters in at least fp32, or None if there are none.
+    positional embedding's parameters in at least fp32, or None if it has none.
 
     Inputs of `forward` beside the tokens:
         starts_BS: The position at which each token's document starts, for the whole sequences
@@ -35,7 +35,7 @@ class EmbeddingLayer(StoredTheta):
             sequence's first token.
 
     Args:
-        words: Whether the input is tokens. If False, the input is token vectors.
+        words: Whether the input is tokens. If false, the input is token vectors.
     """
 
     def __init__(self, plan: Plan, words: bool = True):
@@ -88,7 +88,9 @@ class EmbeddingLayer(StoredTheta):
         return F.embedding(rows, table)
 
     def require_positions(self, length: int) -> None:
-        """Check that a trained position table, if the model has one, has at least `length` rows.
+        """Check that a table of learned position vectors has a row for each of `length` positions.
+
+        Without such a table, nothing is checked.
 
         Raises:
             PositionalError: The table has fewer rows.
@@ -105,7 +107,7 @@ class EmbeddingLayer(StoredTheta):
 
 
 def scale_distances(model: nn.Module, scale: float) -> None:
-    """Multiply the query-key distances in every layer of `model` by `scale`, from now on."""
+    """From now on, multiply the query-key distances in all layers of `model` by `scale`."""
     for module in model.modules() if scale != 1.0 else ():
         pos = getattr(module, "pos", None)
         if isinstance(pos, PositionalEmbedding) and pos.has_distances:

@@ -59,7 +59,7 @@ class GPT(nn.Module):
 
         If `targets_BT` is given, the result is the loss of each target, in nats. The loss includes
         the z-loss (see `Plan`) only if autograd is enabled, as in training. Every rank must pass
-        the full sequence and gets the result for the full sequence.
+        the full sequence. Every rank gets the result for the full sequence.
 
         Args:
             first: The first position of the logits. Logits of earlier positions are left out. If
@@ -93,7 +93,7 @@ class GPT(nn.Module):
         return all_gather(result, self.cp, 1)[:, :length]
 
     def new_cache(self, lengths_B: torch.Tensor) -> list[LayerCache]:
-        """Return one empty cache per layer, for texts whose prompts have `lengths_B` tokens."""
+        """Return an empty cache for each layer, for prompts of `lengths_B` tokens."""
         padding_B = lengths_B.max() - lengths_B
         attentions = (cast(Block, layer).attention for layer in self.layers)
         return [LayerCache(padding_B, attention.window) for attention in attentions]
@@ -101,7 +101,7 @@ class GPT(nn.Module):
     def extend(
         self, tokens_BT: torch.Tensor, cache: list[LayerCache], *, last_only: bool = True
     ) -> torch.Tensor:
-        """Add the next tokens of each text to the cache, and return their logits.
+        """Add the next tokens of each text to the cache, and return the logits of these tokens.
 
         Each text counts as one document. Under tensor parallelism, every rank must call this method
         and gets the logits of the full vocabulary. Sequence and context parallelism must be off.
@@ -109,12 +109,12 @@ class GPT(nn.Module):
         Args:
             tokens_BT: The next tokens of each text. Shorter texts are padded at the start, with any
                 token ids (see `megatron.model.cache`).
-            cache: The caches from `new_cache`, one per layer.
-            last_only: Whether to return only the logits of the last tokens [batch, vocabulary].
-                Otherwise the result is [batch, positions, vocabulary].
+            cache: The caches from `new_cache`, one for each layer.
+            last_only: Whether to return only the logits of the last tokens [batch, vocabulary]. If
+                not, the result is [batch, positions, vocabulary].
 
         Raises:
-            PositionalError: A trained position table has no vector for a position.
+            PositionalError: The table of learned position vectors has no row for a position.
         """
         length = tokens_BT.shape[1]
         self.embedding.require_positions(cache[0].columns + length)
@@ -127,9 +127,9 @@ class GPT(nn.Module):
         return logits_BTV[:, -1] if last_only else logits_BTV
 
     def _logits(self, x_BTD: torch.Tensor) -> torch.Tensor:
-        """Compute logits [batch, positions, vocabulary] from the last hidden states.
+        """Return the logits [batch, positions, vocabulary] of the last hidden states.
 
-        If the output layer is sharded by vocabulary, this rank computes only its slice.
+        If the output layer is sharded by vocabulary, the result is only this rank's slice.
         """
         if self.output is not None:
             return self.output(x_BTD)
@@ -138,21 +138,21 @@ class GPT(nn.Module):
 
     @property
     def theta(self) -> nn.Parameter | None:
-        """The distance kernel's trained parameters per head [heads, parameters], or None."""
+        """The positional embedding's trained parameters [heads, parameters], or None."""
         return self.embedding.theta
 
     @property
     def theta_parts(self) -> tuple[nn.Parameter, ...]:
-        """The distance kernel's trained parameters, as up to two tensors.
+        """The positional embedding's trained parameters, as a tuple of up to two tensors.
 
-        The first is `theta`, with values per head. The second holds the parameters that all heads
-        share [1, parameters]. A tensor that does not exist is left out.
+        The first is `theta` [heads, parameters]. The second [1, parameters] contains the parameters
+        that all heads share. A tensor that does not exist is left out.
         """
         return self.embedding.theta_parts
 
 
 def output_layer(plan: Plan) -> tuple[type[nn.Linear], dict[str, Any]]:
-    """Return the class of an untied output layer, and its constructor arguments."""
+    """Return the class and the constructor arguments of an output layer that is not tied."""
     shape = plan.shape
     sizes = {"in_features": shape.block.hidden_size, "out_features": shape.vocab_size}
     sizes |= {"tp": plan.tp, "bias": shape.output_bias}
@@ -162,5 +162,5 @@ def output_layer(plan: Plan) -> tuple[type[nn.Linear], dict[str, Any]]:
 
 
 def logits_group(plan: Plan) -> TensorGroup:
-    """Return the group over which the vocabulary dimension of the logits is sharded."""
+    """Return the group of ranks over which the vocabulary dimension of the logits is sharded."""
     return ALONE if plan.shape.row_parallel_output and not plan.shape.tie_weights else plan.tp

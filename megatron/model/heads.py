@@ -28,12 +28,13 @@ def by_key_heads(
     Return [batch, key heads * copies, positions, (group / copies + 2) * size].
 
     Args:
+        qkv_BTW: The output of the projection [batch, positions, key heads * (group + 2) * size].
         group: The number of query heads that share a key head.
         size: The head size.
         norm: A function that normalises queries or keys [batch, positions, query heads, size], or
-            None. With a norm, `copies` is ignored, and each query head gets a copy of its key head.
-        copies: The number of copies of each key head. Each copy comes with `group / copies` query
-            heads.
+            None. With a norm, `copies` is ignored, and each query head gets its own copy of the key
+            head.
+        copies: The number of copies of each key head. `group / copies` query heads use each copy.
     """
     qkv = qkv_BTW.unflatten(-1, (-1, group + 2, size))
     copies = copies if norm is None else group  # as in gpt-neox
@@ -55,14 +56,14 @@ def normed_heads(
     *,
     joined: bool,
 ) -> Tensor:
-    """Normalise the queries and the keys in the output of the projection `query_key_value`.
+    """Return the output of the projection `query_key_value` with normalised queries and keys.
 
     Args:
         group: The number of query heads that share a key head.
         size: The head size.
         norms: The norm of queries, and the norm of keys.
-        joined: Whether a norm gets all heads as one vector [batch, positions, heads * size],
-            instead of vectors [..., size].
+        joined: Whether the input of a norm is all heads as one vector [batch, positions, heads *
+            size]. If not, the input is vectors [..., size].
     """
     q, k, v = qkv_BTW.unflatten(-1, (-1, group + 2, size)).split([group, 1, 1], dim=3)
     q, k = (

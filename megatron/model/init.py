@@ -31,10 +31,10 @@ from megatron.parallel.sharding import full_shape, local_slice
 def draw(
     method: str, size: torch.Size, generator: torch.Generator, shape: GPTShape
 ) -> torch.Tensor:
-    """Return a new fp32 CPU tensor of `size`, drawn by the init method `method`.
+    """Return a new fp32 CPU tensor of `size`, drawn by the init method called `method`.
 
     Args:
-        shape: The shape of the model, whose width, depth and `init_std` some methods use.
+        shape: The shape of the model. Some methods use its width, depth and `init_std`.
 
     Raises:
         ValueError: The method is unknown. The error message lists the known ones.
@@ -58,11 +58,11 @@ def draw(
 
 @torch.no_grad()
 def initialise(parameters: Iterable[tuple[str, nn.Parameter]], shape: GPTShape, seed: int) -> None:
-    """Set the initial values of the parameters.
+    """Set the initial values of a model's parameters, except theta.
 
     The values depend only on `seed`, on the model's shape and on the names of the parameters. The
-    distance kernel's parameters are skipped, because the embedding layer initialises them.
-    Parameters on the meta device are skipped, because they have no values.
+    embedding layer sets theta, the positional embedding's parameters. Parameters on the meta device
+    are skipped, because they have no values.
     """
     for name, param in parameters:
         leaf = name.rsplit(".", 1)[-1]

@@ -48,7 +48,7 @@ class Norm(nn.Module):
         return self.normed(x, *weights)
 
     def normed(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        """Return the layer's output for `x`, with the given weights instead of its own."""
+        """Return the layer's output for `x`, computed with the given weights instead of its own."""
         kind, dim, eps = self.kind, self.dim, self.eps
         if bias is not None:
             if self.heads == 1:

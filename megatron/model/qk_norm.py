@@ -24,9 +24,10 @@ from megatron.parallel.sharding import Sharding, mark_sharding
 
 
 class OwnNorm(Norm):
-    """The norm of the queries, or of the keys, of this rank.
+    """A norm of queries or of keys, for the kinds `shared` and `joined` of `qk_norm_kind`.
 
-    The input is [..., E] if the norm is shared, otherwise [..., this rank's heads * E].
+    The input of the kind `shared` is [..., head size]. The input of the kind `joined` is [..., this
+    rank's heads * head size].
 
     Args:
         heads: The number of this rank's heads.

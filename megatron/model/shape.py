@@ -27,15 +27,15 @@ class BlockShape:
         num_kv_heads: The number of key and value heads. None means one for each query head.
         head_dim: The head size. None means hidden_size / num_heads.
         qk_norm: Whether the norm `norm` is applied to queries and keys.
-        qk_norm_kind: The kind of this norm. `by_head`: one norm, which has weights for each query
-            head, for queries and keys. `shared`: one norm for queries and one for keys, each with
-            one vector of weights for all heads. `joined`: the same two norms, but over all heads at
-            once.
+        qk_norm_kind: Which weights this norm has. `by_head`: one norm for both queries and keys,
+            with weights for each query head. `shared`: one norm for queries and one for keys, each
+            with one vector of weights for all heads. `joined`: as `shared`, but each norm treats
+            all heads as one vector.
         output_gate: Whether attention's output is multiplied by a gate (see `block`).
         attention_bias: Whether the linear layers of attention have a bias.
         qkv_bias: Whether queries, keys and values have a bias even without `attention_bias`.
         mlp_bias: Whether the linear layers of the MLP have a bias.
-        gpt_j_tied: Whether attention and MLP share one norm. It needs `gpt_j_residual`.
+        gpt_j_tied: Whether attention and MLP share one norm. This requires `gpt_j_residual`.
         output_norms: Whether norms are applied to the outputs of attention and MLP, not to their
             inputs.
         tanh_gelu: Whether to use the tanh approximation of gelu.
@@ -98,13 +98,13 @@ class GPTShape:
     """The values that determine the language model.
 
     Attributes:
-        vocab_size: The padded vocabulary size V.
-        max_positions: The number of rows of a trained position table (`learned`).
+        vocab_size: The padded vocabulary size.
+        max_positions: The number of rows in a table of learned position vectors (`learned`).
         tie_weights: Whether the output layer uses the matrix of the token embedding.
         init_method: The name of an init method (see `megatron.model.init`).
         output_init_method: The init method of the layers that write to the residual stream.
-        position_offset: The number that is added to every position before the lookup in a trained
-            position table (2 in OPT).
+        position_offset: The number that is added to a position to get its row in that table (2 in
+            OPT).
         checkpoint_activations: Whether to recompute each block in the backward pass.
         output_bias: Whether an untied output layer has a bias.
         row_parallel_output: Whether an untied output layer is row-parallel (sharded by its inputs)
@@ -131,7 +131,7 @@ class LayerAttention:
 
     Attributes:
         pos: The layer's positional embedding.
-        attend: The layer's attention backend, chosen at start-up.
+        attend: The layer's attention function, chosen at start-up.
         columns: The columns of theta (the positional embedding's parameters) that the layer uses.
         window: The largest distance at which a query sees a key. None means any distance.
     """
@@ -148,19 +148,20 @@ class Plan:
 
     Attributes:
         pos: The positional embedding of the model. `pos.of_layer` returns a layer's embedding.
-        attend: The attention backend of layer 0, chosen at start-up.
+        attend: The attention function of layer 0, chosen at start-up.
         seed: The seed of the initial values.
         tp: The tensor-parallel group, over which the weights are sharded.
-        cp: The context-parallel group. Its ranks hold the same weights and different positions.
-        theta_init: Maps names of the positional embedding's parameters to start values, each a
-            number for all heads or one number per head. Other parameters are drawn at random.
+        cp: The context-parallel group. Its ranks have the same weights and different positions.
+        theta_init: Maps names of the positional embedding's parameters to start values. A start
+            value is a number for all heads, or one number for each head. Other parameters are drawn
+            at random.
         theta_frozen: The names of the positional embedding's parameters that training does not
             change.
         layers: The attention of each layer. Empty if all layers have the same attention.
-        z_loss: The coefficient of the z-loss, the squared logarithm of the softmax's denominator.
-            Training adds this term to the loss.
-        documents: How sequences are divided into documents, if tokens attend only to their own
-            document. None if each sequence is one document.
+        z_loss: The coefficient of the z-loss, which training adds to the loss. The z-loss is the
+            squared logarithm of the softmax's denominator.
+        documents: How sequences are divided into documents and positions are counted. None if each
+            sequence is one document, with positions 0, 1 and so on.
     """
 
     shape: GPTShape
@@ -176,14 +177,14 @@ class Plan:
     z_loss: float = 0.0
 
     def layer(self, index: int) -> LayerAttention:
-        """Return the attention of layer `index`, counted from 0."""
+        """Return the properties of attention in layer `index`, counted from 0."""
         if self.layers:
             return self.layers[index]
         return LayerAttention(self.pos, self.attend, slice(None))
 
     @property
     def attends(self) -> list[AttentionFn]:
-        """The attention backend of each layer."""
+        """The attention function of each layer."""
         return [self.layer(index).attend for index in range(self.shape.num_layers)]
 
     @property

@@ -42,15 +42,18 @@ _LAYER = re.compile(r"^layers\.(\d+)\.")
 
 
 def is_theta(name: str) -> bool:
-    """Return whether the model's tensor `name` holds trained parameters of a distance kernel."""
+    """Return whether the tensor called `name` contains trained parameters of theta.
+
+    Theta are the parameters of the positional embedding, with one row for each head.
+    """
     return name.rpartition(".")[2] in ("theta", "shared_theta")
 
 
 def initial_theta(plan: Plan) -> Tensor:
-    """Return the distance kernel's initial parameters [heads, parameters], in fp32.
+    """Return the positional embedding's initial parameters [heads, parameters], in fp32.
 
-    The heads are those of this rank. Parameters named in `plan.theta_init` get the start values
-    given there. All others are drawn at random.
+    The heads are those of this rank. `plan.theta_init` contains the start values of some
+    parameters. All others are drawn at random.
     """
     # All parameters are drawn, for all heads, so no draw depends on ranks or `theta_init`.
     generator = named_generator(plan.seed, THETA)
@@ -62,12 +65,12 @@ def initial_theta(plan: Plan) -> Tensor:
 
 
 def columns_of(pos: PositionalEmbedding, *, trained: bool, shared: bool | None = None) -> list[int]:
-    """Return the indices of columns of theta [heads, columns].
+    """Return the indices of those columns of theta [heads, columns] that have these properties.
 
     Args:
-        trained: True returns only columns that are trained, False only columns that are not.
-        shared: True returns only columns that all heads share, False only columns with a value for
-            each head. None returns both kinds.
+        trained: True selects columns that are trained, False columns that are not.
+        shared: True selects columns that all heads share, False columns with a value for each head.
+            None selects both kinds.
     """
     return [
         n
@@ -77,11 +80,11 @@ def columns_of(pos: PositionalEmbedding, *, trained: bool, shared: bool | None =
 
 
 def divided_theta(pos: PositionalEmbedding, theta_HN: Tensor) -> dict[str, Tensor]:
-    """Return the trained columns of theta by the names that they have in checkpoints.
+    """Return the trained columns of theta as a dict, with the names of tensors in checkpoints.
 
-    `embedding.theta` [heads, columns] holds the columns with a value for each head.
-    `embedding.shared_theta` [1, columns] holds the columns that all heads share, if there are any.
-    The dict is empty if no column is trained.
+    `embedding.theta` [heads, columns] contains the columns with a value for each head.
+    `embedding.shared_theta` [1, columns] contains the columns that all heads share, if there are
+    any. The dict is empty if no column is trained.
     """
     own, shared = (columns_of(pos, trained=True, shared=which) for which in (False, True))
     parts = {THETA: theta_HN[:, own]} if own or shared else {}
@@ -102,7 +105,7 @@ def trained_theta(pos: PositionalEmbedding, parts: Sequence[Tensor]) -> Tensor:
 
 
 def _joined(parts: Sequence[Tensor], first: list[int], second: list[int]) -> Tensor:
-    """Join two tensors [heads, columns], and sort the columns by their indices in theta.
+    """Join the columns of two tensors [heads, columns] in the order that they have in theta.
 
     Args:
         parts: The two tensors.
@@ -117,11 +120,11 @@ def named_theta(pos: PositionalEmbedding, theta_HN: Tensor) -> dict[str, Tensor]
     """Return the values of theta by parameter name, as a run logs them.
 
     The values are [heads], or [1] if all heads share the parameter. If each layer has its own
-    parameters, the values are [layers, heads]. If several embeddings use a name, the embedding's
-    name and a dot are put before it.
+    parameters, the values are [layers, heads]. If several embeddings have a parameter of the same
+    name, the embedding's name and a dot come first.
 
-    If there are more than `MOST_COLUMNS` names, the dict holds "table" [heads, columns], and
-    "shared" [columns] for the columns that all heads share.
+    If there are more than `MOST_COLUMNS` names, the dict contains "table" [heads, columns] instead.
+    It then also contains "shared" [columns] if all heads share some columns.
 
     Args:
         theta_HN: The trained columns of theta [heads, columns], as `trained_theta` returns them.
@@ -144,9 +147,9 @@ def named_theta(pos: PositionalEmbedding, theta_HN: Tensor) -> dict[str, Tensor]
 
 
 class FixedTheta(nn.Module):
-    """The distance kernel's parameters that are not trained, such as ALiBi's slopes.
+    """The positional embedding's parameters that are not trained, such as ALiBi's slopes.
 
-    These parameters move to the model's device, but stay fp32.
+    These parameters move to the model's device, but always stay fp32.
 
     Args:
         theta_HN: All columns of the initial theta [heads, columns], trained or not.
@@ -170,7 +173,7 @@ class FixedTheta(nn.Module):
     def forward(self, dtype: torch.dtype) -> Tensor:
         """Return the fixed parameters [heads, parameters] in `dtype`.
 
-        The values are rounded and bounded as the positional embedding requires.
+        The values are rounded and kept within bounds as the positional embedding requires.
         """
         value_HN = self.numerics.constant(self.value).to(dtype)
         return value_HN if not self._bounded else within_bounds(value_HN, self._bounded)
@@ -178,15 +181,15 @@ class FixedTheta(nn.Module):
 
 # Theta has no module of its own, because checkpoints name its parts as the first layer's.
 class StoredTheta(nn.Module):
-    """The base class of the model's first layer. It stores theta for this rank's heads.
+    """Base class of the model's first layer. It stores theta for this rank's heads.
 
-    Theta [heads, columns] holds the distance kernel's parameters.
+    Theta [heads, columns] are the positional embedding's parameters.
 
     Attributes:
         theta: The trained columns with a value for each head. None if no column is trained.
         shared_theta: The trained columns with one value for all heads. None if there are none.
         fixed_theta: The columns that are not trained. None if there are none.
-        frozen_N: For each trained column, whether it is frozen. None if no column is frozen.
+        frozen_N: True for each trained column that is frozen. None if no column is frozen.
     """
 
     frozen_N: Tensor | None
@@ -211,13 +214,13 @@ class StoredTheta(nn.Module):
 
     @property
     def theta_parts(self) -> tuple[nn.Parameter, ...]:
-        """The trained parts of theta, `theta` and `shared_theta`, without those that are None."""
+        """The tensors `theta` and `shared_theta`, without those that are None."""
         return tuple(part for part in (self.theta, self.shared_theta) if part is not None)
 
     def theta_in(self, dtype: torch.dtype) -> Tensor | None:
         """Return theta [heads, columns] in `dtype`, but at least in fp32.
 
-        Return None if the distance kernel has no parameters.
+        Return None if the model stores no theta.
         """
         wide = torch.promote_types(dtype, torch.float32)
         if self.theta is None:

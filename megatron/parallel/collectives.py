@@ -63,9 +63,10 @@ def _sum_slice(x: Tensor, tp: TensorGroup, dim: int) -> Tensor:
 
 
 def _exchange(x: Tensor, tp: TensorGroup, split: int, join: int) -> Tensor:
-    """Cut `x` along dimension `split` into one piece per rank, and send piece r to rank r.
+    """Send piece r of `x`, cut along dimension `split`, to rank r of the group.
 
-    Return the received pieces, concatenated along dimension `join` in the order of ranks.
+    There is one piece for each rank. Return the received pieces, concatenated along dimension
+    `join` in the order of ranks.
     """
     chunks = torch.cat(x.chunk(tp.size, split))
     received = torch.empty_like(chunks)
@@ -135,9 +136,9 @@ _all_to_all = _collective(_exchange, _exchange_back)
 
 
 def all_to_all(x: Tensor, tp: TensorGroup, *, split: int, join: int) -> Tensor:
-    """Gather dimension `join` over the ranks of `tp`, and slice dimension `split` instead.
+    """Gather dimension `join` over the ranks of `tp`, and divide dimension `split` among them.
 
-    Before the call, each rank holds one slice along `join`. After the call, each rank holds all of
+    Before the call, each rank has one slice along `join`. After the call, each rank has all of
     `join` and one slice along `split` (as in Ulysses, arXiv 2309.14509).
     """
     return _all_to_all(x, tp, split, join)
@@ -146,8 +147,8 @@ def all_to_all(x: Tensor, tp: TensorGroup, *, split: int, join: int) -> Tensor:
 def enter_sharded(x_BTD: Tensor, tp: TensorGroup) -> Tensor:
     """Return the hidden states of all positions, as the input of a column-parallel layer.
 
-    Under sequence parallelism, `x_BTD` holds only this rank's positions, and the positions of all
-    ranks are gathered. Otherwise `x_BTD` is returned unchanged. The backward pass sums the
+    Under sequence parallelism, `x_BTD` contains only this rank's positions, and the positions of
+    all ranks are gathered. Otherwise `x_BTD` is returned unchanged. The backward pass sums the
     gradients of all ranks.
     """
     return all_gather(x_BTD, tp, 1) if tp.splits_sequence else copy_to(x_BTD, tp)
@@ -156,16 +157,16 @@ def enter_sharded(x_BTD: Tensor, tp: TensorGroup) -> Tensor:
 def leave_sharded(x_BTD: Tensor, tp: TensorGroup) -> Tensor:
     """Return the sum of all ranks' partial hidden states `x_BTD`.
 
-    Under sequence parallelism, each rank gets only its own positions of the sum. Otherwise every
+    Under sequence parallelism, each rank gets the sum at its own positions only. Otherwise every
     rank gets the full sum.
     """
     return reduce_scatter(x_BTD, tp, 1) if tp.splits_sequence else reduce_from(x_BTD, tp)
 
 
 def add_partial(x: Tensor, *partial: Tensor, tp: TensorGroup) -> Tensor:
-    """Return `x` plus the sum of the tensors `partial` over all ranks of `tp`.
+    """Sum the tensors `partial` over all ranks of `tp`, and return `x` plus this sum.
 
-    Under sequence parallelism, `x` and the returned tensor hold only this rank's positions.
+    Under sequence parallelism, `x` and the result have only this rank's positions.
     """
     first, *others = partial
     for each in others:

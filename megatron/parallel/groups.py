@@ -29,8 +29,8 @@ class TensorGroup:
     Attributes:
         group: The torch process group, or None for a group of one rank.
         rank, size: This rank's position in the group, and the number of ranks in the group.
-        sequence_parallel: Whether each rank holds different positions outside the sharded layers
-            (Megatron's sequence parallelism).
+        sequence_parallel: Whether hidden states outside the sharded layers are split by position
+            over the ranks (Megatron's sequence parallelism).
     """
 
     group: dist.ProcessGroup | None = None
@@ -44,9 +44,9 @@ class TensorGroup:
         return self.sequence_parallel and self.size > 1
 
     def gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
-        """Return a list of every rank's `tensor`, in the order of ranks, without gradients.
+        """Return a list of all ranks' tensors, in the order of ranks, without gradients.
 
-        All ranks must pass the same shape.
+        All ranks must pass a `tensor` of the same shape.
         """
         if self.size == 1:
             return [tensor]
@@ -68,7 +68,7 @@ class Groups:
         data: The data-parallel process group. None stands for the group of all ranks of the job.
         data_rank, data_size: This rank's position in the data-parallel group, and the group's size.
         device: The device of this rank's tensors.
-        replicas: The group of all ranks that hold the same weights (all data- and context-parallel
+        replicas: The group of all ranks with the same weights (all data- and context-parallel
             ranks). None stands for the group of all ranks of the job.
         model: The tensor-parallel group.
         context: The context-parallel group, which splits the sequence (Ulysses).
@@ -94,14 +94,14 @@ class Groups:
 
     @property
     def is_main(self) -> bool:
-        """Whether this is rank 0, which alone writes logs and shared files."""
+        """Whether this rank is rank 0. Only rank 0 writes logs and shared files."""
         return self.rank == 0
 
     def divided(
         self, *, model_size: int = 1, pipe_size: int = 1, context_size: int = 1,
         sequence_parallel: bool = False,
     ) -> Groups:  # fmt: skip
-        """Return groups that divide the job's ranks by tensor, context and pipeline parallelism.
+        """Return new groups, with tensor, context and pipeline parallelism of the given sizes.
 
         This method creates process groups. Therefore every rank must call it with the same sizes.
 
@@ -140,7 +140,7 @@ class Groups:
         """Create the groups of ranks that differ only along `axes`, and return this rank's group.
 
         Args:
-            ranks: All ranks, [pipe, data, context, model].
+            ranks: The numbers of all ranks, as an array [pipe, data, context, model].
             axes: The axes of `ranks` along which a group extends.
         """
         last = range(ranks.ndim - len(axes), ranks.ndim)
@@ -156,7 +156,7 @@ class Groups:
 
     @property
     def replica_size(self) -> int:
-        """The number of ranks in `replicas`. It is `data_size` times the context group's size."""
+        """The number of ranks in `replicas`: `data_size` times the size of the context group."""
         return self.data_size * self.context.size
 
     def sum_over_data(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -177,16 +177,16 @@ class Groups:
             dist.barrier(self.job)
 
     def gather_from_job(self, value: Any) -> list[Any]:
-        """Return a list of every rank's `value`, on every rank.
+        """Return a list of the values of all ranks, on every rank.
 
-        Values are pickled, so they should be small.
+        Each `value` is pickled, so it should be small.
         """
         return _gather_objects(value, self.world_size, self.job)
 
     def gather_from_pipe(self, value: Any) -> list[Any]:
-        """Return a list of every stage's `value`, on every stage.
+        """Return a list of the values of all pipeline stages, on every stage.
 
-        Values are pickled, so they should be small.
+        Each `value` is pickled, so it should be small.
         """
         return _gather_objects(value, self.pipe_size, self.pipe)
 
@@ -204,7 +204,7 @@ def _gather_objects(value: Any, size: int, group: dist.ProcessGroup | None) -> l
 
 
 def build_groups(device: torch.device) -> Groups:
-    """Return the groups of the running job, with all ranks in one data-parallel group.
+    """Return the process groups of the running job, with all ranks in one data-parallel group.
 
     If torch.distributed is not initialised, the process counts as a job of one rank.
     """

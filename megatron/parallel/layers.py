@@ -34,12 +34,14 @@ from megatron.parallel.sharding import Sharding, mark_sharding
 
 
 class ColumnLinear(nn.Linear):
-    """Linear layer from [..., in] to [..., out / tp.size], this rank's slice of the outputs.
+    """Column-parallel linear layer, which computes this rank's slice of the outputs.
+
+    It maps x [..., in_features] to [..., out_features / tp.size].
 
     Args:
-        blocks: The number of tensors that are stacked in the output, such as 2 for the value and
-            the gate of a gated MLP. Each of these tensors is sharded separately.
-        numerics: The rules by which the product and the bias are rounded.
+        blocks: The number of tensors that are stacked in the output and sharded separately. For
+            example, it is 2 for the value and the gate of a gated MLP.
+        numerics: Prescribes how the product and the bias are rounded.
     """
 
     def __init__(
@@ -57,11 +59,14 @@ class ColumnLinear(nn.Linear):
 
 
 class RowLinear(nn.Linear):
-    """Linear layer from [..., in / tp.size], this rank's slice of the inputs, to [..., out].
+    """Row-parallel linear layer, whose input is this rank's slice of the inputs.
+
+    It maps x [..., in_features / tp.size] to [..., out_features].
 
     Args:
-        scatter: Whether the input is the full [..., in]. If so, the layer slices the input itself.
-        numerics: The rules by which the product and the bias are rounded.
+        scatter: Whether the input is the full [..., in_features]. If so, the layer slices the input
+            itself.
+        numerics: Prescribes how the product and the bias are rounded.
     """
 
     def __init__(
@@ -94,7 +99,7 @@ class RowLinear(nn.Linear):
 
 
 class VocabEmbedding(nn.Embedding):
-    """Token embedding with sharded rows. It is also the output layer if weights are tied.
+    """Token embedding whose rows are sharded over ranks. A tied output layer uses it, too.
 
     `forward(ids)` returns the embedding vectors. `forward(hidden, project=True)` multiplies hidden
     states by the same matrix and returns this rank's slice of the logits. A tied output layer must
@@ -120,11 +125,11 @@ class VocabEmbedding(nn.Embedding):
 
 
 class HiddenDropout(nn.Dropout):
-    """Dropout of hidden states.
+    """Dropout of hidden states under tensor and sequence parallelism.
 
-    Without sequence parallelism, the ranks of `tp` hold the same hidden states and draw the same
-    mask. Under sequence parallelism, these ranks hold different positions, and each rank draws its
-    own mask.
+    Without sequence parallelism, the ranks of `tp` have the same hidden states and draw the same
+    mask. Under sequence parallelism, the ranks have different positions, and each draws its own
+    mask.
     """
 
     def __init__(self, p: float, tp: TensorGroup = ALONE):

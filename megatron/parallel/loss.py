@@ -32,11 +32,11 @@ UNCOUNTED = -1
 
 
 def inputs_and_targets(tokens_BS: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Divide sequences into inputs and targets, both [B, S - 1].
+    """Split sequences of S tokens into inputs and targets, both [batch, S - 1].
 
     Args:
-        tokens_BS: int64 token ids. A token that the model reads, but that does not count as a
-            target, is stored as ~id, which is negative.
+        tokens_BS: int64 token ids [batch, S]. A token that is an input but not a target is stored
+            as ~id, which is negative.
     """
     inputs_BT = tokens_BS[:, :-1]
     return torch.where(inputs_BT < 0, ~inputs_BT, inputs_BT), tokens_BS[:, 1:].clamp(min=UNCOUNTED)
@@ -59,9 +59,9 @@ def losses_in_pieces(
     """Return the loss of each target in nats, [batch, positions], computed piece by piece.
 
     Args:
-        logits_of: A function from a range of positions of `x_BTD` to the logits for this rank's
-            slice of the vocabulary. The logits cover this range on all `ranks`. The function must
-            draw no random numbers.
+        logits_of: Maps hidden states at a range of this rank's positions to logits. The logits
+            cover this range on all `ranks`, and this rank's slice of the vocabulary. The function
+            must not draw random numbers.
         x_BTD: The hidden states of this rank's positions.
         targets_BT: int64 ids of the full vocabulary, or `UNCOUNTED` for a target without loss.
         vocab_size: The padded vocabulary size.
@@ -94,10 +94,12 @@ def token_losses(
 ) -> torch.Tensor:
     """Return the loss of each target in nats, [batch, positions], on every rank.
 
-    Logits are cast to fp32 as in GPT-NeoX, but float64 logits stay float64.
+    Logits are cast to fp32, as in GPT-NeoX. float64 logits stay float64.
 
     Args:
+        logits_BTW: The logits of this rank's slice of the vocabulary.
         targets_BT: int64 ids of the full vocabulary, or `UNCOUNTED` for a target without loss.
+        z_loss: The factor of the loss term logsumexp(logits)^2.
     """
     dtype = torch.promote_types(logits_BTW.dtype, torch.float32)
     if tp.size > 1:
@@ -120,19 +122,19 @@ def mean_loss(
     """Return the mean loss of all targets except `UNCOUNTED`, or 0 if all are `UNCOUNTED`.
 
     Args:
-        divisor: The number by which the sum of the losses is divided. None stands for the number of
-            targets that are not `UNCOUNTED`.
+        divisor: Divides the sum of the losses. None means the number of targets that are not
+            `UNCOUNTED`.
     """
     counted = (targets_BT != UNCOUNTED).sum().clamp(min=1) if divisor is None else divisor
     return losses_BT.sum() / counted
 
 
 class _ShardedCrossEntropy(torch.autograd.Function):
-    """Cross-entropy over logits that are sharded by vocabulary.
+    """Autograd function: cross-entropy of logits that are sharded by vocabulary.
 
-    The gradient d loss / d logit_v is softmax_v (1 + 2 z_loss lse), minus 1 if v is the target.
-    Here lse is the logsumexp of the logits, and z_loss is the factor of the loss term lse^2. Each
-    rank computes the gradient of its own slice of the vocabulary.
+    The gradient with respect to logit v is softmax_v (1 + 2 z_loss lse), minus 1 if v is the
+    target. lse is the logsumexp of the logits, and z_loss is the factor of the loss term lse^2.
+    Each rank computes the gradient of its own slice of the vocabulary.
     """
 
     @staticmethod

@@ -23,7 +23,11 @@ MKL. With a height of 1, a compiled step would lose track of the memory format."
 def linear(
     x: Tensor, weight: Tensor, bias: Tensor | None = None, numerics: Numerics = WIDE
 ) -> Tensor:
-    """Return x @ weight.T + bias, [..., out], from x [..., in] and weight [out, in]."""
+    """Return x @ weight.T + bias, [..., out], for x [..., in] and weight [out, in].
+
+    Args:
+        numerics: Prescribes whether the product is rounded before the bias is added.
+    """
     if numerics.published and bias is not None:
         return linear(x, weight) + bias  # the product is rounded before
     rows = x.numel() // x.shape[-1]
@@ -38,10 +42,12 @@ def linear(
 
 
 def prefers_onednn(processors: Path = Path("/proc/cpuinfo")) -> bool:
-    """Return whether oneDNN is available and faster than MKL, as on AMD processors with AVX-512.
+    """Return whether to multiply matrices with oneDNN instead of MKL.
+
+    oneDNN is faster on AMD processors with AVX-512.
 
     Args:
-        processors: Linux's description of the processors. Other systems do not have this file.
+        processors: The file in which Linux describes the processors. Other systems do not have it.
     """
     return (
         torch.backends.mkldnn.is_available()

@@ -17,9 +17,10 @@ from megatron.parallel.groups import ALONE, TensorGroup
 
 @dataclass(frozen=True)
 class SequenceSplit:
-    """The split of sequences over the context group `cp`, then over the tensor-parallel group `tp`.
+    """How sequences are split over the context group `cp`, and then over the tensor-parallel group.
 
-    All slices have the same length, and rank r of a group holds slice r.
+    The tensor-parallel group `tp` splits sequences only under sequence parallelism. All slices have
+    the same length. Rank r of a group has slice r.
     """
 
     tp: TensorGroup = ALONE
@@ -27,12 +28,12 @@ class SequenceSplit:
 
     @property
     def tp_slices(self) -> int:
-        """The number of ranks of `tp` that split the sequence: 1 without sequence parallelism."""
+        """The number of ranks of `tp` that split the sequence, 1 without sequence parallelism."""
         return self.tp.size if self.tp.splits_sequence else 1
 
     @property
     def slices(self) -> int:
-        """The number of slices of a sequence."""
+        """The number of slices into which each sequence is split."""
         return self.cp.size * self.tp_slices
 
     def padded(self, tokens_BT: torch.Tensor) -> torch.Tensor:
@@ -40,11 +41,11 @@ class SequenceSplit:
         return F.pad(tokens_BT, (0, -tokens_BT.shape[1] % self.slices))
 
     def context_slice(self, tokens_BT: torch.Tensor) -> torch.Tensor:
-        """Pad the sequences, and return the slice of this rank of the context group."""
+        """Pad the sequences, and return one of `cp.size` equal slices: number `cp.rank`."""
         return self.padded(tokens_BT).chunk(self.cp.size, 1)[self.cp.rank]
 
     def positions(self, length: int, device: torch.device) -> torch.Tensor:
-        """Return the indices [length] of this rank's positions in the full sequence.
+        """Return the positions of this rank's tokens in the full sequence, [length].
 
         Args:
             length: The number of positions in this rank's slice.

@@ -39,20 +39,21 @@ OPTIONS = {bool: "true or false", int: "a whole number", float: "a number"}
 
 
 def names() -> tuple[str, ...]:
-    """Return the sorted names of all embeddings.
+    """Return the sorted names of all positional embeddings.
 
-    Each embedding has the name of the file that defines it. The files in `OTHERS`, and files whose
-    names start with `_`, are left out.
+    An embedding has the name of the file that defines it. Files in `OTHERS` and files whose names
+    start with `_` define no embedding.
     """
     stems = {path.stem for folder in __path__ for path in Path(folder).glob("[!_]*.py")}
     return tuple(sorted(stems - OTHERS))
 
 
 def load(name: str, *, numerics: Numerics = WIDE, **options: Any) -> PositionalEmbedding:
-    """Build the embedding called `name` with these `options`.
+    """Build the positional embedding called `name` with these `options`.
 
-    A `name` such as `rotary + kerple_log` builds a combination. Then `options` maps the name of a
-    term to a dictionary of its options, such as `rotary={"factor": 2.0}`.
+    A `name` such as `rotary + kerple_log` builds a combination of embeddings, the terms. In this
+    case `options` maps the name of a term to a dictionary of its options, such as
+    `rotary={"factor": 2.0}`.
 
     Args:
         numerics: Prescribes where the embedding rounds numbers.

@@ -54,13 +54,13 @@ class PositionalError(ValueError):
 
 
 class PositionalEmbedding(FixedValue):
-    """Base class of all embeddings. A subclass overrides only the methods that its kind uses.
+    """Base class of all positional embeddings. Subclasses override the methods of their kind.
 
-    A subclass that sets no `kind` gets the kind of the method that it overrides (see `KIND_OF`). A
-    subclass that only has methods of other names raises `PositionalError`.
+    A subclass that does not set `kind` gets the kind of the method that it overrides (see
+    `KIND_OF`). A subclass that only defines methods of other names raises `PositionalError`.
 
-    `bias` and `weight` are pure torch formulas, against which every attention backend is tested.
-    They never clamp theta, because the training loop clamps theta to its bounds after each step.
+    `bias` and `weight` are pure torch formulas. Every attention backend is tested against them.
+    They never clamp theta. The training loop clamps theta to its bounds after each step.
 
     Attributes:
         numerics: Prescribes where biases, factors, distances, angles and constants are rounded.
@@ -105,17 +105,17 @@ class PositionalEmbedding(FixedValue):
 
     @property
     def has_distances(self) -> bool:
-        """Whether the embedding depends on query-key distances, so that `scaled` can scale them."""
+        """Whether the embedding depends on query-key distances, so that `scaled` works."""
         return self.has("distance") or self.has("rotary")
 
     def of_layer(self, index: int) -> tuple[PositionalEmbedding, slice]:
-        """Return the embedding of layer `index`, and the layer's columns of theta as a slice."""
+        """Return the embedding of layer `index`, and its columns of theta as a slice."""
         return self, slice(None)
 
     def kernel_part(
         self, theta_HN: Tensor | None, *, tempered: bool = False
     ) -> tuple[PositionalEmbedding, Tensor | None]:
-        """Return the distance kernel without the other terms, and its columns of `theta_HN`.
+        """Return the part of this embedding that is a bias or factor, and its columns of theta.
 
         Args:
             tempered: Whether to keep a term of the kind `temperature`, too.
@@ -145,7 +145,7 @@ class PositionalEmbedding(FixedValue):
     def initial_theta(self, num_heads: int, generator: torch.Generator | None = None) -> Tensor:
         """Return the initial parameters theta [num_heads, columns] of all heads, in fp32.
 
-        Under tensor parallelism the caller keeps only the rows of its own heads.
+        Under tensor parallelism, the caller keeps only the rows of its own heads.
         """
         drawn = [p.scale * torch.rand(num_heads, generator=generator) for p in self.parameters]
         columns = [x_H.clamp(p.low, p.high) for x_H, p in zip(drawn, self.parameters, strict=True)]
@@ -153,7 +153,7 @@ class PositionalEmbedding(FixedValue):
 
     @property
     def learnable(self) -> bool:
-        """Whether training changes theta or, for the kind `input`, the position table."""
+        """Whether training changes theta or, for the kind `input`, the position vectors."""
         return bool(self.trained_parameters)
 
     @property
@@ -171,7 +171,7 @@ class PositionalEmbedding(FixedValue):
         return None
 
     def bias_at(self, theta_HN: Tensor, d: Tensor, i: Tensor) -> Tensor | None:
-        """Return the bias at the query-key distances `d`, or None if it is always 0 (see `bias`).
+        """Return the `bias` at distances `d` and query positions `i`, or None if it is always 0.
 
         Args:
             i: The position of each query in its document. `i` has as many dimensions as `d` and
@@ -189,7 +189,7 @@ class PositionalEmbedding(FixedValue):
         return None
 
     def weight_at(self, theta_HN: Tensor, d: Tensor, i: Tensor) -> Tensor | None:
-        """Return the factor `weight` times the `temperature`, or None if both are always 1.
+        """Return the product of `weight` and `temperature`, or None if both are always 1.
 
         Args:
             i: The position of each query, in a shape that broadcasts with `d`.
@@ -198,9 +198,9 @@ class PositionalEmbedding(FixedValue):
         return self.temperature(theta_HN, i) if tempers else self.weight(theta_HN, d)
 
     def temperature(self, theta_HN: Tensor, position: Tensor) -> Tensor:
-        """Return the temperature of each head at each `position`, [heads, *position.shape].
+        """Return the temperature, a factor for each head and query, [heads, *position.shape].
 
-        The temperature is at least fp32. Attention multiplies the scores of a query by it.
+        It is at least fp32. Attention multiplies the query-key products by it.
 
         Args:
             position: The positions of queries, whole numbers >= 0.
@@ -216,21 +216,21 @@ class PositionalEmbedding(FixedValue):
         Attention adds c_i - c_j to the logit of query i and key j.
 
         Args:
-            gate_BHT: One number per position and head. The layer computes these numbers from the
-                hidden states of the positions.
+            gate_BHT: One number for each position and head. The layer computes these numbers from
+                its hidden states.
 
         Raises:
-            NotImplementedError: The embedding has another kind.
+            NotImplementedError: The embedding is of another kind.
         """
         raise NotImplementedError(f"{self.name} has no gate")
 
     def sink(self, theta_HN: Tensor) -> Tensor:
-        """Return the sink's logit for each head, [heads], for the kind `sink`.
+        """Return the logit of each head's null key [heads], for the kind `sink`.
 
-        Attention adds a null key with this logit and the value 0 to the softmax.
+        The null key is an additional key in each softmax. Its value is 0.
 
         Raises:
-            NotImplementedError: The embedding has another kind.
+            NotImplementedError: The embedding is of another kind.
         """
         raise NotImplementedError(f"{self.name} has no sink")
 
@@ -244,7 +244,7 @@ class PositionalEmbedding(FixedValue):
         rotary_ndims: int | None = None,
         base: float = 10000.0,
     ) -> tuple[Tensor, Tensor]:
-        """Return the queries and the keys, each rotated by its position if the kind is `rotary`.
+        """Return the queries and keys, rotated by their positions if the kind is `rotary`.
 
         Args:
             offset: The position of the first query and of the first key.
@@ -270,7 +270,7 @@ class PositionalEmbedding(FixedValue):
         """Return the queries or keys `x_BHTE`, rotated if the kind is `rotary`; see `rotate`.
 
         Args:
-            positions_BT: The position of each query or key, whole numbers [B or 1, T].
+            positions_BT: The position of each query or key, whole numbers [batch or 1, positions].
         """
         return x_BHTE
 
@@ -283,10 +283,10 @@ class PositionalEmbedding(FixedValue):
         raise NotImplementedError(f"{self.name} has no table of position vectors")
 
     def columns(self, theta_HN: Tensor, d: Tensor) -> tuple[Tensor, ...]:
-        """Return (d, column 0, column 1, ...) in one dtype, at least fp32.
+        """Return the distances `d` and the columns of theta as (d, column 0, column 1, ...).
 
-        The columns of theta are reshaped so that they broadcast with d. The returned d is already
-        multiplied by the distance scale.
+        The columns are reshaped so that they broadcast with d. d is multiplied by the distance
+        scale. All have one dtype, at least fp32.
         """
         theta_HN = theta_HN.to(self.numerics.working_dtype(theta_HN.dtype))
         shape = (-1,) + (1,) * d.dim()

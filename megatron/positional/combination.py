@@ -110,7 +110,7 @@ class Combination(PositionalEmbedding):
         return term.table(positions, dim, dtype)
 
     def _part(self, *kinds: Kind) -> tuple[PositionalEmbedding, list[int]]:
-        """Return the terms of these kinds as one embedding, and its columns of theta as indices."""
+        """Return the terms of these kinds as one embedding, and the indices of their parameters."""
         terms, columns, start = [], [], 0
         for term in self._terms:
             if term.kind in kinds:
@@ -132,7 +132,7 @@ class Combination(PositionalEmbedding):
         return kernel, theta_HN[:, columns] if theta_HN is not None and columns else None
 
     def _with_theta(self, theta_HN: Tensor) -> Iterable[tuple[PositionalEmbedding, Tensor]]:
-        """Return pairs of a term and its columns of theta."""
+        """Return a pair for each term: the term, and its columns of theta."""
         sizes = [len(term.parameters) for term in self._terms]
         return zip(self._terms, theta_HN.split(sizes, dim=1), strict=True)
 
@@ -145,7 +145,7 @@ class Combination(PositionalEmbedding):
 def _joined(
     values: Iterable[Tensor | None], operation: Callable[[Tensor, Tensor], Tensor]
 ) -> Tensor | None:
-    """Join the values that are not None by `operation`; return None if all are None."""
+    """Combine all values that are not None by `operation`. Return None if all are None."""
     present = [value for value in values if value is not None]
     return reduce(operation, present) if present else None
 
@@ -165,9 +165,9 @@ def _scaled(parts: Sequence[PositionalEmbedding], scale: float) -> list[Position
 
 
 class PerLayer(PositionalEmbedding):
-    """The embeddings of all layers of a model, if layers differ in embedding or in theta.
+    """The embeddings of all layers of a model, for layers that differ in embedding or in theta.
 
-    Theta holds the parameters of all embeddings, one parameter in each column. Layers with equal
+    Theta contains the parameters of all these embeddings, one in each column. Layers with equal
     embeddings share columns, unless `own_theta` is true.
 
     Args:
@@ -175,7 +175,7 @@ class PerLayer(PositionalEmbedding):
         own_theta: Whether each layer has its own columns of theta.
 
     Raises:
-        PositionalError: Layers differ, and one has an `input` embedding.
+        PositionalError: Layers differ, and the embedding of one layer is of the kind `input`.
     """
 
     kind = "none"

@@ -25,8 +25,8 @@ class Fire(PositionalEmbedding):
     """FIRE: the bias sum_k v_hk relu(w_k u + b_k) in head h, a sum over hidden units k.
 
     u = log(1 + c d) / log(1 + c max(L, i)) for a query at position i and a key at distance d. w, b,
-    v, c and L are learned. L is stored as the parameter `L_factor`, which is L / `length`.
-    Initially c = 0.1 and L = `length`, and w, b and v are drawn as in `nn.Linear`.
+    v, c and L are learned. The model stores L as the parameter `L_factor`, which is L / `length`.
+    Initially c = 0.1 and L = `length`. w, b and v are drawn as in `nn.Linear`.
 
     Args:
         length: The initial L.

@@ -15,10 +15,9 @@ from megatron.positional.theta_parameter import factor
 
 
 class GaussianMul(PositionalEmbedding):
-    """Distance kernel: the factor exp(-r d^2) at the query-key distance d.
+    """Multiplicative Gaussian kernel: the factor exp(-r d^2) at the query-key distance d.
 
-    Initially r ~ U(0, 1). The bound is r >= 0.01. At this bound, the factor falls to 0.1 at
-    distance 15.
+    Initially r ~ U(0, 1). The bound is r >= 0.01. With r = 0.01, the factor is 0.1 at distance 15.
     """
 
     kind = "distance"

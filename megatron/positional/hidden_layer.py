@@ -19,12 +19,15 @@ from torch import Tensor
 
 
 def pieces(w_HK: Tensor, b_HK: Tensor, v_HK: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the lines that form f(u) = sum_k v_k relu(w_k u + b_k), in rising order of u.
+    """Return the lines of which the function f(u) = sum_k v_k relu(w_k u + b_k) consists.
+
+    f is piecewise linear. Its slope changes at K values of u, the knees. Line m is slope * u +
+    offset between the knees m - 1 and m. The first line starts at -infinity, and the last line ends
+    at infinity.
 
     Returns:
-        (knees [H, K], slopes [H, K + 1], offsets [H, K + 1]) for H heads and K hidden units. Line m
-        is slope * u + offset between the knees m - 1 and m, which are values of u. The first line
-        starts at -infinity, and the last line ends at infinity. Knees are constants for autograd.
+        (knees [H, K], slopes [H, K + 1], offsets [H, K + 1]) for H heads and K hidden units, in
+        rising order of u. Knees are constants for autograd.
     """
     with torch.no_grad():  # f has no jump at a knee, so the knees need no gradient
         at_HK = torch.where(w_HK == 0, 0.0, -b_HK / w_HK)
@@ -59,7 +62,10 @@ def hidden_layer(u: Tensor, w_HK: Tensor, b_HK: Tensor, v_HK: Tensor) -> Tensor:
 
 
 class _HiddenLayer(torch.autograd.Function):
-    """Autograd function that saves only the inputs, and computes the layer again for gradients."""
+    """Autograd function of a layer of hidden units. It saves only the inputs.
+
+    The backward pass computes the layer again.
+    """
 
     @staticmethod
     def forward(ctx: Any, *inputs: Tensor) -> Tensor:

@@ -18,10 +18,10 @@ from megatron.positional.theta_parameter import ThetaParameter, factor, power
 
 
 class KerpleSum(PositionalEmbedding):
-    """Distance kernel: the sum of `logs` logarithmic and `powers` power biases for each head.
+    """Sum of several KERPLE kernels: `logs` logarithmic biases and `powers` power biases.
 
-    Logarithmic biases have the initial values and bounds of `kerple_log`, and power biases have
-    those of `kerple_power`. Each of the biases has parameters of its own.
+    Logarithmic biases have the initial values and bounds of `kerple_log`. Power biases have those
+    of `kerple_power`. Each bias has its own parameters.
 
     Args:
         logs: The number of logarithmic biases.

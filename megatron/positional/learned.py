@@ -11,14 +11,14 @@ from megatron.positional.base import PositionalEmbedding
 
 
 class Learned(PositionalEmbedding):
-    """Embedding that adds the rows of a trained position table.
+    """Learned position vectors, which are added to the token embeddings.
 
-    This class computes nothing. The model itself creates the table and adds the table's rows.
+    This class computes nothing. The model itself creates the table of vectors and adds them.
     """
 
     kind = "input"
 
     @property
     def learnable(self) -> bool:
-        """True, because training changes the position table."""
+        """True, because training changes the position vectors."""
         return True

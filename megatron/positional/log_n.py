@@ -21,10 +21,10 @@ from megatron.positional.theta_parameter import ThetaParameter
 
 
 class LogN(PositionalEmbedding):
-    """Temperature s_h log(n) of a query that sees n keys, with one learned factor s_h per head.
+    """Temperature s_h log(n): a factor for the scores of a query that sees n keys, in head h.
 
-    The factor starts at 1 / log(length), so the temperature of a query that sees `length` keys
-    starts at 1.
+    s_h is learned. It is initially 1 / log(length). So the initial temperature of a query that sees
+    `length` keys is 1.
 
     Args:
         length: The number of keys (at least 2) at which the initial temperature is 1.

@@ -53,8 +53,12 @@ class Rotary(PositionalEmbedding):
         rope_type: `default` (no scaling), `linear`, `ntk`, `yarn` or `llama3`.
         factor: The factor by which `rope_type` scales the frequencies, at least 1.
         original_max_position_embeddings: The pretraining length, for `yarn` and `llama3`.
-        attention_factor: The factor by which `yarn` multiplies the rotated numbers. 0 means
-            0.1 ln(factor) + 1.
+        beta_fast, beta_slow: The numbers of turns within the pretraining length between which
+            `yarn` changes from unscaled to scaled frequencies.
+        attention_factor: The factor by which `yarn` multiplies the rotated numbers. 0 means 0.1
+            ln(factor) + 1.
+        low_freq_factor, high_freq_factor: The numbers of turns within the pretraining length
+            between which `llama3` changes from scaled to unscaled frequencies.
     """
 
     kind = "rotary"
@@ -91,7 +95,7 @@ class Rotary(PositionalEmbedding):
     def frequencies(
         self, ndims: int, base: float, dtype: torch.dtype, device: torch.device | None
     ) -> Tensor:
-        """Return the scaled frequencies of `ndims` dimensions, [ndims / 2]."""
+        """Return the frequencies [ndims / 2] of `ndims` dimensions, scaled as `rope_type` says."""
         if self.rope_type == "ntk":
             base = base * self.factor ** (ndims / max(1, ndims - 2))
         f_R = frequencies(ndims, base, dtype, device)

@@ -20,13 +20,13 @@ from megatron.positional.theta_parameter import ThetaParameter
 
 
 class Sandwich(PositionalEmbedding):
-    """Distance kernel: the fixed bias (S(d) - S(0)) H / (8 (h + 1)) at distance d, in head h of H.
+    """Sandwich: the fixed bias (S(d) - S(0)) H / (8 (h + 1)) at distance d, in head h of H heads.
 
-    S(d) is the inner product of two sinusoidal position vectors at distance d. The backend `eager`
-    needs memory for `dimensions` / 2 numbers per score.
+    S(d) is the inner product of two sinusoidal position vectors at distance d. The attention
+    backend `eager` needs memory for `dimensions` / 2 numbers per score.
 
     Args:
-        dimensions: The number of dimensions of a position vector, which must be even (128 in the
+        dimensions: The number of dimensions of a position vector. It must be even (128 in the
             paper).
     """
 

@@ -9,7 +9,7 @@ import torch
 
 @dataclass(frozen=True)
 class ThetaParameter:
-    """One column of theta: a parameter of an embedding, with one number per head.
+    """One column of theta: a parameter of an embedding, with one number for each head.
 
     Attributes:
         name: The column's name in checkpoints of the released KERPLE code (`bias_p`, `wei_a`, ...).
@@ -18,8 +18,9 @@ class ThetaParameter:
         scale: Initial values are drawn as `scale * U(0, 1)` and clamped to the bounds.
         trained: Whether training changes the column.
         shared: Whether all heads have the same number. The model then stores and logs it once.
-        gentle: The start value in a model that was trained without this column. It changes the
-            model little, and training moves it at once. None: the start value of a new model.
+        gentle: The initial value in a model that was first trained without this column. This value
+            changes the model little, but has a gradient from the first step on. None means the
+            initial value of a new model.
     """
 
     name: str
@@ -32,10 +33,10 @@ class ThetaParameter:
 
 
 def factor(name: str, gentle: float | None = None) -> ThetaParameter:
-    """Return a column of theta: a coefficient >= 0.01 with initial values from U(0, 1)."""
+    """Return a column of theta: a coefficient >= 0.01, drawn from U(0, 1) at the start."""
     return ThetaParameter(name, low=0.01, gentle=gentle)
 
 
 def power(name: str, gentle: float | None = None) -> ThetaParameter:
-    """Return a learned exponent in [0.01, 2], drawn uniformly from [0, 2] at the start."""
+    """Return a column of theta: an exponent in [0.01, 2], drawn from 2 U(0, 1) at the start."""
     return ThetaParameter(name, low=0.01, high=2.0, scale=2.0, gentle=gentle)

@@ -28,16 +28,16 @@ Logits = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
 
 class Confirmation:
-    """R sample inputs of an embedding, and the results that the embedding computes from them.
+    """Sample inputs of an embedding, and the exact results for these inputs.
 
-    The results of a sample are a logit and the logit's gradient with respect to the N columns of
-    theta.
+    There are R samples. The results of a sample are a logit and its N derivatives with respect to
+    the columns of theta.
 
     Attributes:
         inputs: Theta [R, N], query-key products [R], distances [R] and positions [R], in float64.
-        exact: The results [R, 1 + N], computed in float64.
-        lost: The error of the results if they are computed in fp32.
-        noise: How much `exact` changes when the last bits of theta and the distances change.
+        exact: The results [R, 1 + N], computed by the embedding in float64.
+        lost: The absolute error of the results if the embedding computes them in fp32.
+        noise: The largest change of `exact` if the last bits of theta and the distances change.
     """
 
     def __init__(self, pos: PositionalEmbedding):
@@ -72,10 +72,13 @@ class Confirmation:
             self.noise = torch.maximum(self.noise, (other - self.exact).abs())
 
     def worst(self, got: Tensor, share: float, least: float) -> float:
-        """Return the largest ratio of an error in `got` to the accepted error.
+        """Return the largest ratio of an actual error to the allowed error.
 
-        The accepted error is `share` * (8 `lost` + 4 `noise`) + `least` * size. The size is
-        |`exact`|, but at least 1 for a logit, and at least 1 / max(1, |theta|) for a gradient.
+        The actual error is |`got` - `exact`|. The allowed error is
+
+            `share` * (8 `lost` + 4 `noise`) + `least` * max(|`exact`|, unit)
+
+        The unit is 1 for a logit, and 1 / max(1, |theta|) for a derivative with respect to theta.
 
         Args:
             got: The results [R, 1 + N] to be compared with `exact`.
@@ -89,7 +92,11 @@ class Confirmation:
 
 
 def results_of(logits: Logits, inputs: tuple[Tensor, ...], dtype: torch.dtype) -> Tensor:
-    """Return logits and their gradients with respect to theta, computed in `dtype`, as float64."""
+    """Return [R, 1 + N] logits and their derivatives with respect to theta, as float64.
+
+    `inputs` are R samples of theta (N columns) and of the other arguments of `logits`. They are
+    converted to `dtype`, in which the results are computed.
+    """
     theta, *others = (x.to(dtype) for x in inputs)
     theta = theta.detach().clone().requires_grad_()
     x = logits(theta, *others).to(dtype)

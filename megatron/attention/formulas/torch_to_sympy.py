@@ -18,26 +18,27 @@ HEADS, DISTANCES, FURTHER = 3, (0.0, 1.0, 2.0, 7.0, 100.0), (3.0, 700.0, 40.0, 1
 
 
 class Unreadable(ValueError):
-    """The formula is not a symbolic expression of the distance and the parameters theta.
+    """A formula cannot be translated to a symbolic expression of the distance and theta.
 
     The error message names the unsupported operation.
     """
 
 
 class Columns(tuple):
-    """Some columns of theta, the distance kernel's parameters: one sympy symbol for each column.
+    """Some columns of theta, as one sympy symbol for each column.
 
-    A `Reader` uses this tuple in place of a tensor [heads, columns].
+    While a formula is translated, this tuple stands for a tensor [heads, columns].
     """
 
 
 class Reader:
-    """Translates to sympy the graph of operations that torch's tracer has recorded.
+    """Translates a formula from torch to sympy.
 
-    Each node of the graph computes a tensor. `Reader` replaces this tensor by one of these values:
+    torch's tracer records the formula as a graph. Each node of the graph computes a tensor. The
+    translation represents this tensor by one of these values:
 
     - a sympy expression, the same for all heads and distances;
-    - `Columns` of theta, the distance kernel's parameters;
+    - `Columns` of theta, the formula's parameters;
     - a list of expressions;
     - a plain Python value.
     """
@@ -48,7 +49,9 @@ class Reader:
         self.distance, self.theta, self.position = distance, theta, position
 
     def expression(self, function: Callable[..., Tensor | None]) -> Any:
-        """Trace `function` and return its result as an expression, or None if the result is None.
+        """Trace `function`, and return its result as a sympy expression.
+
+        Return None if `function` returns None.
 
         Raises:
             Unreadable: The result is not an expression in the distance, the position and theta.
@@ -89,7 +92,7 @@ class Reader:
         return self.scalar(values[node])
 
     def scalar(self, value: Any) -> Any:
-        """Convert the value of one node of the graph to a single sympy expression."""
+        """Convert the value of one graph node to a single sympy expression."""
         import sympy
 
         if isinstance(value, int | float):
@@ -101,7 +104,12 @@ class Reader:
         raise Unreadable("it uses theta as a whole, not column by column")
 
     def operation(self, target: Any, args: list, kwargs: dict) -> Any:
-        """Return the value of a node that applies torch's operation `target` to other values."""
+        """Return the value of a graph node that applies a torch operation.
+
+        Args:
+            target: The torch operation.
+            args, kwargs: The arguments of the operation. They contain values of other nodes.
+        """
         name = getattr(target, "__name__", str(target)).split(".")[0]
         name = name.removeprefix("logical_").removeprefix("bitwise_")
         if name in SAME:
@@ -142,7 +150,8 @@ SAME = {"_to_copy", "view", "_unsafe_view", "reshape", "unsqueeze", "expand", "c
 def exact(value: float) -> Any:
     """Return `value` as a sympy number.
 
-    Multiples of 1/2 become exact, so that sympy recognises exponents such as 2 and 1/2.
+    Multiples of 1/2 become rational numbers, so that sympy recognises exponents such as 2 and 1/2.
+    Other numbers become sympy floats.
     """
     import sympy
 
@@ -154,7 +163,7 @@ def exact(value: float) -> Any:
 
 @lru_cache(maxsize=1)
 def elementary() -> dict[str, Callable[..., Any]]:
-    """Return a dict from the names of torch's operations to equivalent sympy functions."""
+    """Return a dict from the name of each supported torch operation to a sympy function."""
     import sympy as sp
 
     from megatron.kernels.lowering import hidden_layer, larger, select

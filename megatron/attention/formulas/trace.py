@@ -40,10 +40,14 @@ PROBES = (0.0, 1.0, 3.0, 17.0, 250.0, 4099.0)
 
 @dataclass(frozen=True)
 class Formula:
-    """A distance kernel as sympy expressions of the distance and the kernel's parameters theta.
+    """A bias and a factor as sympy expressions of the distance, the position and theta.
 
-    `bias` is added to the scaled query-key product. If it is None, the bias is 0. `weight` is the
-    factor by which this product is multiplied. If it is None, the factor is 1.
+    Attributes:
+        bias: What is added to the scaled query-key product, after the factor. None means 0.
+        weight: The factor of the scaled query-key product. None means 1.
+        distance: The symbol of the query-key distance.
+        theta: The symbols of the parameters, one for each column of theta.
+        position: The symbol of the query's position.
     """
 
     bias: sympy.Expr | None
@@ -60,13 +64,13 @@ class Formula:
 
 @lru_cache(maxsize=64)
 def read(pos: PositionalEmbedding) -> Formula:
-    """Return the embedding's formula as symbolic expressions.
+    """Return the embedding's bias and factor as symbolic expressions.
 
     The factor includes the embedding's temperature, if there is one. If the embedding has neither a
-    distance kernel nor a temperature, the returned formula has bias 0 and factor 1.
+    bias, a factor nor a temperature, the returned formula has bias 0 and factor 1.
 
     Raises:
-        Unreadable: The formula has no expression. Its values can still be tabulated.
+        Unreadable: The formula has no symbolic expression. Its values can still be tabulated.
     """
     import sympy
 
@@ -86,19 +90,24 @@ def read(pos: PositionalEmbedding) -> Formula:
 
 
 def parts_of(pos: PositionalEmbedding) -> tuple[Callable[..., Tensor | None], ...]:
-    """Return two functions of (theta, distances d, positions i), for the bias and the factor."""
+    """Return two functions, which compute the bias and the factor of the embedding.
+
+    Both take theta, the distances d and the positions i. Both may return None.
+    """
     return pos.bias_at, pos.weight_at
 
 
 def assumed(low: float) -> dict[str, bool]:
-    """Return what sympy may assume about a parameter >= `low`, such as {"positive": True}."""
+    """Return sympy's assumptions about a parameter >= `low`, such as {"positive": True}."""
     if low < 0:
         return {"real": True}
     return {"positive": True} if low > 0 else {"nonnegative": True}
 
 
 def confirm(pos: PositionalEmbedding, formula: Formula) -> None:
-    """Check that `formula`, which was read from `pos` at a few inputs, is correct at other inputs.
+    """Check that `formula` computes the same as the embedding `pos` from which it was read.
+
+    The check uses other inputs than those with which the formula was read.
 
     Raises:
         Unreadable: The formula and the embedding differ, or the formula cannot be evaluated.
@@ -123,10 +132,10 @@ def confirm(pos: PositionalEmbedding, formula: Formula) -> None:
 
 
 def confirms_code(pos: PositionalEmbedding, functions: DeviceFunctions) -> bool:
-    """Return whether the device functions compute the same as the embedding `pos`.
+    """Return whether the generated device functions compute the same as the embedding `pos`.
 
-    Device functions without theta or with a layer of hidden units are not checked; the result is
-    true.
+    The result is true without a check if the functions have no theta or have a layer of hidden
+    units.
     """
     from megatron.kernels.simulate import simulate
 
@@ -139,7 +148,10 @@ def confirms_code(pos: PositionalEmbedding, functions: DeviceFunctions) -> bool:
 
 @lru_cache(maxsize=128)  # `torch.compile` would compile every new function object again
 def torch_function(expression: sympy.Expr, arguments: tuple[sympy.Symbol, ...]) -> Callable:
-    """Return a function of `arguments` that evaluates the expression on broadcastable tensors."""
+    """Return a torch function of `arguments` that evaluates a sympy expression.
+
+    The arguments of the returned function are tensors that broadcast together.
+    """
     names = [symbol.name for symbol in arguments]
     scope = {"torch": torch, "inf": math.inf, "larger": larger}
     # without sympy, so that `torch.compile` can trace the function
@@ -147,13 +159,13 @@ def torch_function(expression: sympy.Expr, arguments: tuple[sympy.Symbol, ...]) 
 
 
 def larger(x: Any, y: Any, t: float) -> Tensor:
-    """Return max(x, y). Where x = y, x gets the share t of the gradient, and y the share 1 - t."""
+    """Return max(x, y). Where x = y, x gets the share t of the gradient, and y gets 1 - t."""
     first, second = torch.where(x < y, y, x), torch.where(y < x, x, y)
     return first if t == 1 else second if t == 0 else (first + second) / 2
 
 
 def torch_text(expression: Any) -> str:
-    """Return the sympy expression as Python code that calls torch."""
+    """Return Python code that evaluates a sympy expression by calls of torch."""
     if expression.is_number:
         return f"({float(expression)!r})"
     if expression.is_Symbol:

@@ -22,24 +22,25 @@ this condition. Therefore memory stays linear in T."""
 
 
 class BlockedCall:
-    """One attention call, divided into tiles, with its inputs converted to compute precision.
+    """One call of blocked attention, which computes the scores tile by tile.
+
+    B is the batch, H heads, T queries, S keys, E the head size.
 
     Args:
         q_BHTE, k_BHSE, v_BHSE: The inputs, in any floating dtype. The results have the same dtype.
-        bias_HS: The bias b, which is added to the scores at distances 0 ... S-1. Its dtype is the
-            compute precision.
-        weight_HS: The factor w, by which the scores at distances 0 ... S-1 are multiplied, or None
-            if w is 1 everywhere.
+        bias_HS: The bias b, which is added to the scores at distances 0 ... S-1. All computations
+            are in its dtype, the compute precision.
+        weight_HS: The factor w of the scores at distances 0 ... S-1, or None if w is 1 everywhere.
         decay_BHS: The decay c of each position, or None. c_i - c_j is added to the logit of query i
             and key j.
         sink_H: The logit of each head's null key (a key with the value 0), or None without a sink.
-        starts_BT: The first key of each query's document, from the last query to the first. None if
-            each sequence is one document.
+        starts_BT: The first key of each query's document, in the order from the last query to the
+            first. None if each sequence is one document.
         seed: The seed of the dropout mask, a whole number, or None without dropout.
-        scale: The factor of the query-key products, usually 1/sqrt(head size).
+        scale: The factor of the query-key products, usually 1/sqrt(E).
         dropout_p: The probability of dropping a softmax weight.
-        window: The largest distance at which a query sees a key, or None. At longer distances, the
-            caller has set `bias_HS` to -inf.
+        window: The largest distance at which a query sees a key, or None. At longer distances,
+            `bias_HS` must be -inf.
         row_bias: A bias that depends on the query's position, or None. It is added to `bias_HS`.
     """
 
@@ -87,9 +88,9 @@ class BlockedCall:
         return x_NXE.view(self.B, self.H, -1, self.E).to(self.out_dtype)
 
     def new_kept(self) -> Tensor | None:
-        """Return a buffer that keeps the attention probabilities for the backward pass, or None.
+        """Return a buffer in which `forward` stores the attention probabilities for `backward`.
 
-        None means that the backward pass computes the probabilities again.
+        Return None if `backward` must compute the probabilities again.
         """
         # With a factor w, the backward pass computes the query-key products again anyway. With a
         # sink, it also needs the sink's softmax weights.
@@ -103,9 +104,9 @@ class BlockedCall:
         return self.q_NTE.new_empty(size)
 
     def allocate(self, count: int) -> list[Tensor]:
-        """Return `count` flat buffers, each large enough for any tile's scores.
+        """Return `count` flat buffers, each large enough for the scores of any tile.
 
-        Also allocate `self.scratch`, the memory for the results of `product`.
+        Also allocate `self.scratch`, in which `product` stores its results.
         """
         most = max(tile.batch * tile.num_heads * tile.keys for tile in self.tiles)
         self.scratch = self.q_NTE.new_empty(most * self.E)
@@ -113,9 +114,10 @@ class BlockedCall:
         return [self.q_NTE.new_empty(size) for _ in range(count)]
 
     def views(self, tile: QueryTile, buffers: list[Tensor], kept: Tensor | None) -> list[Tensor]:
-        """Return a view [sequences * heads, rows, keys] of each buffer, in the size of `tile`.
+        """Return views of the buffers in the shape of a tile's scores.
 
-        If `kept` (see `new_kept`) is not None, a view of the tile's part of `kept` comes first.
+        The shape is [sequences * heads, rows, keys]. If `kept` (see `new_kept`) is not None, the
+        first view is this tile's part of `kept`.
         """
         shape = tile.batch * tile.num_heads, tile.num_rows, tile.keys
         found = [buffer[: tile.size].view(shape) for buffer in buffers]
@@ -126,7 +128,7 @@ class BlockedCall:
     def product(self, a_mXY: Tensor, b_mYE: Tensor) -> Tensor:
         """Return the batched matrix product of `a_mXY` [m, X, Y] and `b_mYE` [m, Y, head size].
 
-        The product is stored in `self.scratch`, so the next call of this method overwrites it.
+        The next call of this method overwrites the result, which is stored in `self.scratch`.
         """
         shape = a_mXY.shape[0], a_mXY.shape[1], self.E
         # a product into contiguous memory is several times faster than a product into a slice
@@ -136,9 +138,10 @@ class BlockedCall:
     def probabilities(self, tile: QueryTile, out_mRn: Tensor, raw_mRn: Tensor | None) -> None:
         """Write the attention probabilities of a tile into `out_mRn`.
 
-        `out_mRn` and `raw_mRn` are [sequences * heads, rows, keys]. `raw_mRn` is None if there is
-        no factor w. Otherwise, the scaled query-key products, not yet multiplied by w, are written
-        into `raw_mRn`.
+        Args:
+            out_mRn: A buffer [sequences * heads, rows, keys].
+            raw_mRn: A buffer of the same shape for the scaled query-key products before the factor
+                w, or None if there is no factor.
         """
         q_mRE = self.q_NTE[tile.items, tile.rows]
         k_mEn = self.k_NSE[tile.items, tile.seen].mT
@@ -184,8 +187,8 @@ class BlockedCall:
     def forward(self, kept: Tensor | None, *, return_lse: bool = False) -> Any:
         """Return the attention output [batch, heads, queries, head size] in the inputs' dtype.
 
-        With `return_lse`, return the output and `lse` (see `backend.Backend`). If `kept` is not
-        None, store the attention probabilities in `kept` for the backward pass.
+        With `return_lse`, return (output, lse); see `backend.Backend.function`. If `kept` is not
+        None, also store the attention probabilities in `kept`.
         """
         if return_lse:
             self.lse_NT = torch.empty_like(self.q_NTE[..., 0])
@@ -209,9 +212,13 @@ class BlockedCall:
     ) -> tuple[Tensor | None, ...]:
         """Return the gradients of q, k, v, the bias, the factor, the decay, the sink and theta.
 
-        The gradients of q, k and v have the inputs' dtype. The gradients of the bias and the factor
-        are [heads, distances] in compute precision, or None if `need_bias` or `need_weight` is
-        false. Gradients of absent inputs are None.
+        The gradients of q, k and v have the dtype of the inputs. The gradients of the bias and the
+        factor are [heads, distances] in compute precision. They are None if `need_bias` or
+        `need_weight` is false. The gradient of an absent input is None.
+
+        Args:
+            grad_BHTE: The gradient of the attention output.
+            kept: The attention probabilities that `forward` stored, or None if it stored none.
         """
         grad_NTE = self._flat(grad_BHTE).flip(1)
         if self.keep < 1.0:
@@ -263,9 +270,12 @@ class BlockedCall:
     def _softmax_backward(
         self, tile: QueryTile, probs_mRn: Tensor, ds_mRn: Tensor, *more: Tensor
     ) -> None:
-        """Turn `ds_mRn` from the gradient of the probabilities into the gradient of the scores.
+        """Replace the gradient of a tile's probabilities by the gradient of its scores, in place.
 
-        If there is a sink, the last buffer of `more` is overwritten.
+        Args:
+            probs_mRn: The attention probabilities of the tile.
+            ds_mRn: The gradient that is replaced.
+            more: Spare buffers. With a sink, the last buffer is overwritten.
         """
         dlse_mR = None if self.dlse_NT is None else self.dlse_NT[tile.items, tile.rows]
         if self.sink is not None:

@@ -20,7 +20,7 @@ from megatron.attention.tiled.row_bias import RowBias
 
 
 def arguments_of(call: Call) -> tuple[tuple[Tensor | None, ...], tuple]:
-    """Return the arguments of `run` for one call of attention."""
+    """Convert an attention call to the arguments `inputs` and `others` of `run`."""
     q_BHTE, k_BHSE, v_BHSE = call.q_BHTE, call.k_BKSE, call.v_BKSE
     heads, keys, device = q_BHTE.shape[1], k_BHSE.shape[2], q_BHTE.device
     dtype = torch.promote_types(q_BHTE.dtype, torch.float32)
@@ -51,11 +51,12 @@ def arguments_of(call: Call) -> tuple[tuple[Tensor | None, ...], tuple]:
 
 
 def run(inputs: tuple[Tensor | None, ...], others: tuple) -> Any:
-    """Return the attention output, or (output, lse) if `return_lse` is true.
+    """Return the output of blocked attention, or (output, lse) if `return_lse` is true.
 
     Args:
-        inputs: The arguments `q_BHTE` to `seed` of `BlockedCall`, theta_HN and positions_BT. The
-            last two are None unless the bias depends on the query's position.
+        inputs: The arguments `q_BHTE` to `seed` of `BlockedCall`, then theta [heads, columns] and
+            the positions of the queries [batch or 1, queries]. The last two are None unless the
+            bias depends on the query's position.
         others: (scale, dropout_p, window, embedding, return_lse).
     """
     if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs):
@@ -76,13 +77,13 @@ def _call(inputs: Sequence[Any], others: Sequence[Any]) -> BlockedCall:
 class _BlockedAttention(torch.autograd.Function):
     """Autograd function of blocked attention.
 
-    For the backward pass, it saves its inputs. It also saves the attention probabilities if they
-    need little memory (see `BlockedCall.new_kept`).
+    It saves its inputs for the backward pass. If the attention probabilities need little memory, it
+    saves them, too (see `BlockedCall.new_kept`).
     """
 
     @staticmethod
     def forward(ctx: Any, *arguments: Any) -> Any:
-        """Return what `run(inputs, others)` returns. `arguments` are `(*inputs, *others)`."""
+        """Return `run(inputs, others)`. `arguments` are `inputs` followed by `others`."""
         inputs, ctx.others = arguments[:11], arguments[11:]
         call = _call(inputs, ctx.others)
         kept = call.new_kept()

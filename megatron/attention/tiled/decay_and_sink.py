@@ -30,9 +30,9 @@ from megatron.attention.tiled.tiles import QueryTile
 
 
 def softmax(scores_mRn: Tensor) -> Tensor:
-    """Turn the scores of a tile into their softmax, in place. Return lse [sequences * heads, rows].
+    """Replace the scores of a tile by their softmax over keys, in place.
 
-    lse is the natural logarithm of each softmax's denominator.
+    Return the natural logarithm of each softmax's denominator, [sequences * heads, rows].
     """
     highest_mR = scores_mRn.amax(-1)
     torch.softmax(scores_mRn, dim=-1, out=scores_mRn)
@@ -43,10 +43,10 @@ class Decay:
     """The decay c of one attention call, and the gradient of c.
 
     c_i - c_j is added to the logit of query i and key j. `grad_NS` [batch * heads, keys] is the
-    gradient of c, summed over the tiles so far.
+    gradient of c, summed over the tiles processed so far.
 
     Args:
-        c_BHS: The decay c of each position.
+        c_BHS: The decay c of each position [batch, heads, keys].
         dtype: The compute precision.
     """
 
@@ -57,14 +57,14 @@ class Decay:
     def of_keys(self, tile: QueryTile) -> Tensor:
         """Return c_j - c_m for all keys j of the tile, [sequences * heads, 1, keys].
 
-        c is the decay, and m is the position of the query in the middle row of the tile.
+        c is the decay. m is the position of the query in the middle row of the tile.
         """
         return self._relative(tile, tile.seen)[:, None]
 
     def of_rows(self, tile: QueryTile) -> Tensor:
-        """Return c_i - c_m for all query rows i of the tile, [sequences * heads, rows].
+        """Return c_i - c_m for all queries i of the tile, [sequences * heads, rows].
 
-        c is the decay, and m is the position of the query in the middle row of the tile.
+        c is the decay. m is the position of the query in the middle row of the tile.
         """
         keys = self.c_NS.shape[1]
         return self._relative(tile, slice(keys - tile.rows.stop, keys - tile.rows.start)).flip(1)
@@ -78,21 +78,20 @@ class Decay:
         """Add one tile's part of the decay's gradient to `grad_NS`.
 
         Args:
-            ds_mRn: The gradient of the tile's scores.
+            ds_mRn: The gradient of the tile's scores [sequences * heads, rows, keys].
         """
         self.grad_NS[tile.items, tile.seen] -= ds_mRn.sum(1)
 
 
 class NullKey:
-    """The sink of one attention call, which adds a null key with the value 0 to each softmax.
+    """The sink of one attention call: a null key, with the value 0, in each softmax.
 
-    `weight_NT` [batch * heads, queries] holds the null key's softmax weight for each query.
-    `grad_NT`, of the same shape, holds the gradient of the null key's logit. Both are filled tile
-    by tile.
+    `weight_NT` [batch * heads, queries] is the null key's softmax weight for each query. `grad_NT`,
+    of the same shape, is the gradient of the null key's logit. Both are filled tile by tile.
 
     Args:
-        sink_H: The logit of each head's null key, without the decay.
-        q_NTE: The queries. Only their shape and dtype are used.
+        sink_H: The logit [heads] of each head's null key, without the decay.
+        q_NTE: The queries [batch * heads, queries, head size]. Only their shape and dtype are used.
         decay: The decay of the call, or None.
     """
 
@@ -102,10 +101,10 @@ class NullKey:
         self.decay = decay
 
     def softmax(self, tile: QueryTile, scores_mRn: Tensor) -> Tensor:
-        """Turn the scores of a tile into attention probabilities, in place. Return lse.
+        """Replace the scores of a tile by attention probabilities, in place.
 
-        lse [sequences * heads, rows] is the natural logarithm of each softmax's denominator. The
-        softmax includes the null key, and `weight_NT` stores the null key's weights.
+        The softmax includes the null key, whose weights are stored in `weight_NT`. Return the
+        natural logarithm of each softmax's denominator, [sequences * heads, rows].
         """
         null_mR = self.sink_N1[tile.items]
         if self.decay is not None:
@@ -124,13 +123,13 @@ class NullKey:
         spare_mRn: Tensor,
         dlse_mR: Tensor | None,
     ) -> None:
-        """Store the gradient of the null key's logit in `grad_NT`, for each row of a tile.
+        """Store the gradient of the null key's logit, for each row of a tile, in `grad_NT`.
 
         Args:
-            probs_mRn: The attention probabilities.
+            probs_mRn: The attention probabilities [sequences * heads, rows, keys].
             dprobs_mRn: The gradient of `probs_mRn`.
             spare_mRn: A buffer in the shape of `probs_mRn`, which is overwritten.
-            dlse_mR: The gradient of lse, or None if it is 0.
+            dlse_mR: The gradient of the softmax's log-denominator, or None if it is 0.
         """
         delta_mR = torch.mul(probs_mRn, dprobs_mRn, out=spare_mRn).sum(-1)
         delta_mR = delta_mR if dlse_mR is None else delta_mR - dlse_mR

@@ -16,16 +16,16 @@ from megatron.positional import PositionalEmbedding
 
 
 class RowBias:
-    """The bias of one attention call, if the bias depends on the query's position.
+    """A bias that depends on the query's position, and the gradient of its parameters theta.
 
     The bias is computed for one tile of the scores at a time. `grad_HN` is the gradient of theta,
-    summed over the tiles so far.
+    summed over the tiles processed so far.
 
     Args:
-        theta_HN: The parameters theta of the distance kernel.
-        positions_BT: The position of each query in its document, [B or 1, T]. The queries are in
-            reversed order.
-        keys: The number S of keys.
+        theta_HN: The parameters theta of the bias [heads, columns].
+        positions_BT: The position of each query in its document, [batch or 1, queries]. The queries
+            are in reversed order.
+        keys: The number of keys.
     """
 
     def __init__(self, pos: PositionalEmbedding, theta_HN: Tensor, positions_BT: Tensor, keys: int):
@@ -35,7 +35,7 @@ class RowBias:
     def _values(self, tile: QueryTile, theta_hN: Tensor) -> Tensor:
         """Return the bias of a tile, [sequences or 1, heads, query rows, keys].
 
-        `theta_hN` has the parameters of the tile's heads.
+        `theta_hN` contains the parameters of the tile's heads.
         """
         device = theta_hN.device
         row_R = torch.arange(tile.rows.start, tile.rows.stop, device=device)

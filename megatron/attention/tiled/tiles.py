@@ -23,20 +23,21 @@ limit reduces the number R of rows."""
 
 @dataclass(frozen=True)
 class QueryTile:
-    """A tile of the scores: some query rows, and the keys from the first to the last that they see.
+    """A tile of the scores: some query rows, and all keys from the first to the last that they see.
 
     A tile covers either some heads of one sequence, or all heads of several sequences.
 
     Attributes:
         index: The number of the tile in the order of `walk`. It determines the tile's dropout mask.
-        start: The offset of the tile in a buffer that holds the scores of all tiles.
+        start: The offset of the tile in a buffer of the scores of all tiles.
         batch: The number of sequences in the tile.
-        heads: The tile's heads, as a slice of the H heads.
-        items: The pairs of sequence and head, as a slice of the flattened dimension B H.
-        rows: The query rows, as a slice of the T queries in reversed order. Index 0 is the last
+        heads: The tile's heads, as a slice of all heads.
+        items: The tile's pairs (sequence, head), as a slice of the flattened dimension batch *
+            heads.
+        rows: The query rows, as a slice of all queries in reversed order. Index 0 is the last
             query.
-        first: The index of the tile's first key. None of the rows sees an earlier key.
-        keys: The number n of keys, from `first` on. The last of these keys is at the position of
+        first: The index of the tile's first key. No row sees an earlier key.
+        keys: The number of keys, counted from `first`. The last of these keys is at the position of
             the tile's latest query.
         mixed: Whether the rows belong to several documents, so that scores need a mask.
     """
@@ -61,7 +62,7 @@ class QueryTile:
 
     @property
     def seen(self) -> slice:
-        """The tile's keys, as a slice of the S keys."""
+        """The tile's keys, as a slice of all keys."""
         return slice(self.first, self.first + self.keys)
 
     @property
@@ -76,9 +77,9 @@ class QueryTile:
 
 
 def block_rows(queries: int, keys: int) -> int:
-    """Return the number of query rows of a tile, usually 32 to 128.
+    """Return the number of query rows in a tile, usually 32 to 128.
 
-    The number is smaller if there are fewer queries or very many keys.
+    There are fewer rows if there are fewer queries or very many keys.
     """
     # two tiles or more, so that early queries skip the keys that only later queries see
     rows = min(max(MIN_ROWS, -(-queries // 2)), MAX_ROWS)
@@ -98,8 +99,8 @@ def walk(
     The last query must be at the position of the last key.
 
     Args:
-        starts: For each sequence, the first key of the document of each query. The queries are in
-            reversed order, so these numbers never rise. None means that each sequence is one
+        starts: One list for each sequence. It contains the first key of each query's document, in
+            the order from the last query to the first. None means that each sequence is one
             document.
         window: The largest distance at which a query sees a key. None means any distance.
     """
@@ -128,7 +129,16 @@ def walk(
 def _strips(
     rows: int, keys: int, starts: list[int], window: int
 ) -> list[tuple[slice, int, int, bool]]:
-    """Return the tiles of one head as tuples (rows, first, keys, mixed); see `QueryTile`."""
+    """Divide the query rows of one head into tiles.
+
+    Return a tuple (rows, first, keys, mixed) for each tile; see the attributes of `QueryTile`.
+
+    Args:
+        rows: The largest number of query rows in a tile.
+        keys: The number of keys in the sequence.
+        starts: The first key of each query's document, from the last query to the first.
+        window: The largest distance at which a query sees a key.
+    """
     strips, r = [], 0
     while r < len(starts):
         end = min(r + rows, len(starts))

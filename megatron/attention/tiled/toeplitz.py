@@ -31,12 +31,14 @@ from torch import Tensor
 
 
 class DistanceVector:
-    """The values of a bias or a factor at distances 0 ... S-1. `block` views them as a matrix.
+    """The values of a bias or a factor at distances 0 ... S-1.
+
+    `block` returns these values as a matrix of query rows and keys, without a copy.
 
     Args:
-        values_HS: The values at distances 0 ... S-1.
-        max_rows: The largest number of rows of a block.
-        future: The value at negative distances.
+        values_HS: The values [heads, S] at distances 0 ... S-1.
+        max_rows: The largest number of query rows in a matrix.
+        future: The value at negative distances, that is, for future keys.
     """
 
     def __init__(self, values_HS: Tensor, max_rows: int, future: float):
@@ -47,7 +49,7 @@ class DistanceVector:
         self.padded_HX = padded_HX.contiguous()
 
     def block(self, heads: slice, rows: int, keys: int) -> Tensor:
-        """Return the value for each pair of a query and a key, as a view [heads, rows, keys].
+        """Return the value for each pair of query and key, as a view [heads, rows, keys].
 
         The last query is at the position of the last key. The rows are in reversed order.
         """
@@ -56,15 +58,17 @@ class DistanceVector:
 
 
 def add_diagonal_sums(reversed_HS: Tensor, matrix_BHRn: Tensor) -> None:
-    """Add the entries of a block of scores at each query-key distance to `reversed_HS`.
+    """Sum a matrix over all entries at the same query-key distance, and add to `reversed_HS`.
 
     The sums also run over the batch. The order of summation depends only on the shapes, so the
     result is repeatable bit for bit.
 
     Args:
-        reversed_HS: The sums so far, updated in place. Entry S - 1 - d belongs to distance d.
-        matrix_BHRn: The block, contiguous, with query rows in reversed order and at most as many
-            rows as keys. Entries for future keys must be exactly 0.
+        reversed_HS: The sums so far [heads, S], changed in place. Index S - 1 - d belongs to
+            distance d.
+        matrix_BHRn: A contiguous tensor [batch, heads, query rows, keys]. The query rows are in
+            reversed order, and there are at most as many as keys. Entries for future keys must be
+            exactly 0.
     """
     matrix_HRn = matrix_BHRn[0] if len(matrix_BHRn) == 1 else matrix_BHRn.sum(0)
     heads, rows, keys = matrix_HRn.shape
