@@ -101,15 +101,16 @@ class AttentionFn:
             query_offset: The position of the first query. The first key has the position 0. There
                 must be a key at the position of each query. Keys after the last query are never
                 read, so unused entries of a cache may contain anything.
-            decay_BHS: The decay c of each position [batch, heads, keys], in fp64 or fp32. c_i - c_j
-                is added to the logit of query i and key j. Long sequences need fp64.
+            decay_BHS: The sum c of all log-decays up to each position [batch, heads, keys], in fp64
+                or fp32. c_i - c_j is added to the logit of query i and key j. Long sequences need
+                fp64.
             starts_BS: The position of the first token of each token's document [batch, keys]. These
                 whole numbers never decrease along the sequence. A query sees only keys of its own
                 document.
             window: The largest distance at which a query sees a key.
             positions_BT: The position of each query [batch, queries], for temperatures and for
-                biases that depend on positions. If None, temperatures count from the first key, and
-                biases count from the first token of the query's document.
+                biases that depend on positions. If None, temperatures use the position in the
+                sequence, and biases use the position in the query's document.
 
         Raises:
             AttentionError: The inputs do not fit together, or the backend does not support them.

@@ -81,8 +81,8 @@ def query_tile(
     Return the new (dq, excess, acc):
 
     - `dq` [M, P] is the gradient of the rows of q, divided by scale. P is the padded head size.
-    - `excess` [M, W] is the sum of ds over keys, where ds are the gradients of the logits. The sum
-      of each row is divided into W parts.
+    - `excess` [M, W] contains W partial sums of ds for each row, where ds are the gradients of the
+      logits. Together they are the row's sum over the keys.
     - `acc` contains the sums from which the gradient of theta (the parameters of bias and factor)
       is computed.
     """

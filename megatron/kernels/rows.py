@@ -79,11 +79,12 @@ def open_head(
 
 @triton.jit
 def open_group(key_item, heads, group):
-    """Return (b, h_k, first, members): the query heads for which a program of `key_pass` works.
+    """Return (b, h_k, first, members): the query heads that one program of `key_pass` visits.
 
-    `key_item` is the number of the pair (sequence b, key head h_k). The program visits `members`
-    query heads, beginning with `first`. These are all query heads that share the key head, or one
-    of the equal parts into which they are divided.
+    The program visits `members` query heads, beginning with head `first`, of sequence b. They share
+    key head h_k. Several programs may divide the `group` query heads of a key head among themselves.
+
+    `key_item` is the number of the pair (b, h_k).
     """
     key_heads = heads // group
     parts, part = tl.num_programs(1), tl.program_id(1)

@@ -96,7 +96,7 @@ class LayerCache:
         return Kept(k_BKSE, v_BKSE, decay[0] if decay else None, self._starts(), offset)
 
     def _make_room(self, new: list[Tensor]) -> None:
-        """Allocate larger buffers, and copy the columns that later queries see into them.
+        """Allocate larger buffers, and copy into them the columns that later queries still need.
 
         Args:
             new: The tensors of the new columns, for which the buffers must have room.

@@ -63,11 +63,11 @@ class Documents:
     ) -> torch.Tensor | None:
         """Return the position of each token in its document, int64 [batch, positions].
 
-        Return None if `restart_positions` is false and positions are not drawn.
+        Return None if `restart_positions` is false and positions are not drawn at random.
 
         Args:
             starts_BS: The result of `starts` for the full sequences.
-            positions_T: The position of each token in the sequence. None means all positions.
+            positions_T: The positions of the sequence for which to return values. None means all.
         """
         if not (self.restart_positions or self.drawn_from):
             return None

@@ -59,7 +59,7 @@ class ColumnLinear(nn.Linear):
 
 
 class RowLinear(nn.Linear):
-    """Row-parallel linear layer, whose input is this rank's slice of the inputs.
+    """Row-parallel linear layer: each rank multiplies its slice of the input features.
 
     It maps x [..., in_features / tp.size] to [..., out_features].
 

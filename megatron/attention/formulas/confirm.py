@@ -92,10 +92,10 @@ class Confirmation:
 
 
 def results_of(logits: Logits, inputs: tuple[Tensor, ...], dtype: torch.dtype) -> Tensor:
-    """Return [R, 1 + N] logits and their derivatives with respect to theta, as float64.
+    """Return a float64 tensor [R, 1 + N] of logits and their N derivatives with respect to theta.
 
-    `inputs` are R samples of theta (N columns) and of the other arguments of `logits`. They are
-    converted to `dtype`, in which the results are computed.
+    Column 0 has the logits. All columns are computed in `dtype`, and then converted to float64.
+    `inputs` are R samples of theta (N columns) and of the other arguments of `logits`.
     """
     theta, *others = (x.to(dtype) for x in inputs)
     theta = theta.detach().clone().requires_grad_()
