@@ -82,7 +82,7 @@ def open_group(key_item, heads, group):
     """Return (b, h_k, first, members): the query heads that one program of `key_pass` visits.
 
     The program visits `members` query heads, beginning with head `first`, of sequence b. They share
-    key head h_k. Several programs may divide the `group` query heads of a key head among themselves.
+    key head h_k. Several programs may divide the `group` query heads of one key head.
 
     `key_item` is the number of the pair (b, h_k).
     """
