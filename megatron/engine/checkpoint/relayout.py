@@ -186,9 +186,9 @@ def _complete_weights(folder: Path, record: Record, cuts: Mapping[str, Any]) -> 
 
 
 def _complete_counters(folder: Path) -> None:
-    """Replace the files `*_model_states.pt` by two copies of the first one, without its weights.
+    """Replace the files `*_model_states.pt` by two files that contain only the run's counters.
 
-    The copies hold the counters of the run.
+    The counters are copied from the first of these files.
     """
     stored = sorted(folder.glob("*mp_rank_*_model_states.pt"))
     counters = safe_load(stored[0], mmap=False)

@@ -15,7 +15,7 @@ from megatron.parallel.groups import Groups, build_groups
 
 
 def job_or_alone(config: Config) -> AbstractContextManager[Groups]:
-    """Return a context manager that joins the job which torchrun started.
+    """Return a context manager that joins the job that torchrun started.
 
     If torchrun did not start this process, the job consists of this process alone.
     """

@@ -51,7 +51,7 @@ Confirm = Callable[[], None]
 
 
 def unleased() -> None:
-    """Do nothing. This `Confirm` function is for folders that need no lease or are only read."""
+    """Do nothing. Use this `Confirm` function for a folder that needs no lease."""
 
 
 @contextmanager

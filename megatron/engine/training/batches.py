@@ -27,7 +27,7 @@ class Counting:
     per_token: bool = False
 
     def pair(self, tokens_BS: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the inputs and the targets of sequences, both [B, S - 1]."""
+        """Return (inputs, targets), both [B, S - 1], of B sequences with S tokens each."""
         inputs, targets = inputs_and_targets(tokens_BS)
         if self.uncounted_after is not None:
             targets = targets.masked_fill(inputs == self.uncounted_after, UNCOUNTED)
