@@ -43,7 +43,7 @@ class Section:
 
     Attributes:
         table: The formatted results, with a column for each length.
-        moved: A formatted table of how far training moved the kernels' parameters; may be empty.
+        moved: A formatted table of how far training moved the kernels' parameters. May be empty.
         pictures: Maps the caption of each picture to the content of its PNG file.
     """
 

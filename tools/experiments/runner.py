@@ -43,7 +43,7 @@ class _Running:
 
 
 def start(command: Sequence[str], log: IO[bytes], environ: dict[str, str]) -> Any:
-    """Start a cell's process. Ctrl-C in the terminal is sent only to the sweep."""
+    """Start a cell's process in its own session, so that Ctrl-C in the terminal does not end it."""
     return subprocess.Popen(
         command,
         stdin=subprocess.DEVNULL,
@@ -100,7 +100,7 @@ class Runner:
     def run(self, cells: Sequence[Cell]) -> None:
         """Run the cells until all have ended.
 
-        After a signal, start no further cells, and return when the running ones have ended.
+        After a signal, start no further cells, and return when the running cells have ended.
         """
         waiting, begun, reported = deque(cells), time.monotonic(), time.monotonic()
         self._total, self._work, self._ended = len(cells), float(len(cells)), 0.0
@@ -147,8 +147,8 @@ class Runner:
         Args:
             record: The content of the new `cell.json`.
             given: Environment variables for the process.
-            lease: The exit stack that releases the run folder. Its content moves to the list of
-                running cells.
+            lease: The exit stack that releases the run folder. Its callbacks are moved to the
+                entry in the list of running cells.
         """
         if earlier := Record.read(cell.folder):
             record.seconds = earlier.seconds
