@@ -88,7 +88,7 @@ def main() -> int:
 def require_writable(out, *, makes):
     """Check that results can be written into the folder `out`. If not, print why and exit with 1.
 
-    The check comes before the evaluation, which may take hours.
+    Call this function before the evaluation, which may take hours.
 
     Args:
         makes: Whether to create the folder if it does not exist.
@@ -117,7 +117,7 @@ def asked(args):
 
 
 def suite_lengths(config):
-    """Return overrides with the suite's own lengths: 1 to 16 times the training length."""
+    """Return config overrides with the suite's lengths, 1 to 16 times the training length."""
     lengths = [config.model.seq_length * 2**power for power in range(5)]
     print(f"no lengths are given: measuring {', '.join(map(str, lengths))}", flush=True)
     return f"eval_lengths={lengths}", f"eval_tokens={max(config.evaluation.eval_tokens, *lengths)}"

@@ -21,10 +21,10 @@ _chosen: list[str] = []
 
 
 def choose_waiting() -> None:
-    """Choose how long threads spin, by the machine's load, unless the environment says it.
+    """Choose how long idle OpenMP threads spin before they sleep, according to the machine's load.
 
-    This must run before torch is imported, because its OpenMP library (GCC's) reads the variables
-    then.
+    If the environment already sets `OMP_WAIT_POLICY` or `GOMP_SPINCOUNT`, change nothing. Call this
+    function before torch is imported, because the import reads these variables.
     """
     if VARIABLES & set(os.environ):
         return
@@ -34,7 +34,7 @@ def choose_waiting() -> None:
 
 
 def described_waiting() -> str:
-    """Return a text for the log: how this process's threads wait, and why in this way."""
+    """Return a text for the log with the settings of waiting threads, and the reason for them."""
     values = (f"{name}={os.environ[name]}" for name in sorted(VARIABLES) if name in os.environ)
     return (
         f"{', '.join(values) or 'default'} ({_chosen[0] if _chosen else 'as the environment says'})"
@@ -52,9 +52,9 @@ def waiting_of_children(count: int) -> dict[str, str]:
 def keep_memory() -> None:
     """Let the process keep freed memory, instead of returning it to the system.
 
-    The next step then uses this memory again, without a page fault for every 4 kB. The largest
-    amount of memory in use stays the same. This sets the two sizes above which glibc's `malloc`
-    returns memory to the largest values that it allows. Other C libraries are left as they are.
+    The next training step then reuses this memory, without a page fault for every 4 kB. The peak
+    memory stays the same. The function sets two thresholds of glibc's `malloc` to their largest
+    values. It does nothing with other C libraries.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:
@@ -64,7 +64,7 @@ def keep_memory() -> None:
 
 
 def spin_count(running: int | None, processors: int) -> tuple[int, str]:
-    """Return the number of spins and the reason.
+    """Return how often an idle thread looks for work before it sleeps, and the reason as text.
 
     Args:
         running: The number of other threads that run on this machine, or None if it is unknown.
@@ -80,7 +80,7 @@ def spin_count(running: int | None, processors: int) -> tuple[int, str]:
 
 
 def running_threads(source: Path = Path("/proc/loadavg")) -> int | None:
-    """Return how many threads run or wait for a processor, this one not counted, or None."""
+    """Return the number of other threads that run or wait for a processor; None if unknown."""
     counts = []
     for _ in range(SAMPLES):
         try:
@@ -92,7 +92,7 @@ def running_threads(source: Path = Path("/proc/loadavg")) -> int | None:
 
 
 def is_limited(threads: int, source: Path = Path("/sys/fs/cgroup/cpu.max")) -> bool:
-    """Return whether a control group gives this process less time than `threads` can use."""
+    """Return whether a control group limits this process to fewer than `threads` processors."""
     try:
         quota, period = source.read_text().split()
     except (OSError, ValueError):

@@ -50,8 +50,8 @@ def is_member() -> bool:
 def end_now(code: int) -> NoReturn:
     """Call the functions in `GIVE_BACK`, then end this process with exit code `code`.
 
-    The functions release what other processes wait for, such as the lease of a run folder. After
-    `LONGEST` seconds the process ends even if a function has not returned.
+    The functions release what other processes wait for, such as the lease of a run folder. If they
+    take longer than `LONGEST` seconds, the process ends without waiting for them.
     """
 
     def give_back() -> None:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Numerics:
-    """The default rounding rules: compute at least in fp32.
+    """The rules by which a model rounds numbers. By default, compute at least in fp32.
 
     Attributes:
         published: Whether numbers are rounded where the released KERPLE code rounds them.
