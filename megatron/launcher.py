@@ -54,7 +54,7 @@ class LaunchError(Exception):
 
 
 class Task(NamedTuple):
-    """The place of this process among the tasks that a launcher started."""
+    """The rank of this process among the tasks that a launcher started, and their number."""
 
     launcher: str
     mark: str  # the variable that the launcher sets in each task
@@ -212,8 +212,8 @@ def _parents(mark: str) -> list[Process]:
     The list is empty if no launcher started this process.
 
     Args:
-        mark: The name of an environment variable that the launcher sets in its child processes. The
-            launcher is the first ancestor without this variable.
+        mark: The name of an environment variable that the launcher sets for its tasks. The launcher
+            is the first ancestor without this variable.
     """
     import psutil
 

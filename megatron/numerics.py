@@ -40,9 +40,9 @@ class Numerics:
         return torch.promote_types(dtype, torch.float32)
 
     def constant(self, value: Tensor) -> Tensor:
-        """Return the constant tensor `value`, such as slopes or frequencies.
+        """Round a tensor of constants, such as slopes or frequencies. The dtype stays the same.
 
-        Only `PublishedNumerics` rounds constants. The result always has the dtype of `value`.
+        Only `PublishedNumerics` rounds constants. Other rules return `value` unchanged.
         """
         return value
 

@@ -63,9 +63,9 @@ class RunFolder:
     def newest_tag(self) -> tuple[str | None, str]:
         """Return the name of the checkpoint in the file `latest` (or None), and a problem (or "").
 
-        The problem is a text for the user. It says that `latest` is missing although there are
-        checkpoints, that the checkpoint named in `latest` does not exist, or that this folder is
-        itself a checkpoint. If the folder has no checkpoints, the result is (None, "").
+        The problem is a text for the user. There are three: `latest` is missing although there are
+        checkpoints, `latest` names a missing checkpoint, or this folder is itself a checkpoint.
+        If the folder has no checkpoints, the result is (None, "").
         """
         if not self.latest.is_file():
             if is_checkpoint(self.path):

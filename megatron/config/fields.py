@@ -28,7 +28,7 @@ It raises ValueError for an invalid value, with a message that tells the user wh
 
 @dataclass(frozen=True)
 class Key:
-    """An annotation that gives a config field another key in config files than its own name.
+    """An annotation with the key of a config field, for a field whose key is not its name.
 
     Attributes:
         path: The field's dotted key in config files, or None if no config file can set the field.

@@ -129,7 +129,7 @@ def _rotary(given: Mapping[str, Any], kind: HubClass) -> tuple[dict[str, Any], A
 
 
 def _yarn(scaling: dict[str, Any]) -> None:
-    """Replace in `scaling` the entries of YaRN that do not exist in our `rope_scaling`.
+    """Replace YaRN's entries of `scaling` that do not exist in our `rope_scaling`.
 
     `mscale` and `mscale_all_dim` become one `attention_factor`. `truncate` is removed.
 

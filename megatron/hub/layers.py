@@ -164,7 +164,7 @@ class Embedding(nn.Module):
             self.position_embeddings = nn.Embedding(rows, config.hidden_size)
 
     def forward(self, x_BTD: Tensor, positions_BT: Tensor) -> Tensor:
-        """Add the vectors of the positions to those of the tokens, if there is a table."""
+        """Add position vectors to token vectors if there is a position table."""
         if self.position_embeddings is not None:
             rows = self.position_embeddings.num_embeddings - self.offset
             if not torch.compiler.is_compiling() and int(positions_BT.max()) >= rows:
@@ -177,7 +177,7 @@ class Embedding(nn.Module):
 
 
 class Attention(nn.Module):
-    """Causal self-attention of layer `index`, [B, T, D] to [B, T, D]."""
+    """Causal self-attention of layer `index`. Input and output are [texts, tokens, features]."""
 
     def __init__(self, config: KerpleConfig, index: int, pos: PositionalEmbedding, columns: slice):
         super().__init__()
@@ -206,7 +206,7 @@ class Attention(nn.Module):
     def forward(
         self, x_BTD: Tensor, theta_HN: Tensor, at: Columns, cache: Cache | None, attentions: bool
     ) -> tuple[Tensor, Tensor | None]:
-        """Return the output, and the attention probabilities [B, H, T, S] if `attentions`."""
+        """Return the output, and [texts, heads, queries, keys] probabilities if `attentions`."""
         qkv_BTW = self.query_key_value(x_BTD)
         if self.query_norm is not None and self.key_norm is not None:
             norms = (self.query_norm, self.key_norm)
@@ -249,7 +249,7 @@ class Attention(nn.Module):
 
 
 class MLP(nn.Module):
-    """The feed-forward layers of a block, [B, T, D] to [B, T, D]."""
+    """The feed-forward layers of a block. Input and output are [texts, tokens, features]."""
 
     def __init__(self, config: KerpleConfig):
         super().__init__()
@@ -266,7 +266,7 @@ class MLP(nn.Module):
 
 
 class Block(GradientCheckpointingLayer):
-    """One transformer block, [B, T, D] to [B, T, D]."""
+    """One transformer block. Input and output are [texts, tokens, features]."""
 
     def __init__(self, config: KerpleConfig, index: int, pos: PositionalEmbedding, columns: slice):
         super().__init__()

@@ -63,7 +63,7 @@ class PaddedCall(Call):
         return self.first_BT
 
     def positions(self) -> Tensor:
-        """Return the position of each query in its document, [B, T], without padding."""
+        """Return the position of each query in its document, [B, T]. Padding is not counted."""
         positions_BT = self.absolute_positions()
         if self.first_BT is None:
             return positions_BT
@@ -155,7 +155,10 @@ def _vector(module: Any, simple: Call, known: dict) -> DistanceVector | None:
 
 
 def _by_torch(module: nn.Module, call: Call, vector: DistanceVector) -> Tensor:
-    """Compute attention with torch. Masks are views of `vector`, with queries in reversed order."""
+    """Compute attention with torch's SDPA, with masks that are views of `vector`.
+
+    Such a view is a mask only if the queries are in reversed order, so each block is flipped.
+    """
     dtype = torch.promote_types(call.q_BHTE.dtype, torch.float32)
     q_BHTE, k_BKSE, v_BKSE = (x.to(dtype) for x in (call.q_BHTE, call.k_BKSE, call.v_BKSE))
     starts_BT, parts = call.query_starts(), []

@@ -81,7 +81,7 @@ class Parts:
 
 
 def _turned(rows: Tensor, pairs: int, of: int) -> Tensor:
-    """Reorder the first pairs * of rows of each head: read as a table [pairs, of] and transposed.
+    """Transpose the first (pairs * of) rows of each head, read as a table [pairs, of].
 
     Args:
         rows: The rows of all heads, [heads, rows per head, ...].

@@ -153,7 +153,7 @@ def _fitting(
 
 
 def _candidates(config: Config) -> Iterator[list[str]]:
-    """Yield overrides that need less memory: first small changes, then other parallel layouts."""
+    """Yield config overrides that need less memory: first small changes, then other layouts."""
     p, micro = config.parallel, config.batch.train_micro_batch_size_per_gpu
     less = [] if config.model.checkpoint_activations else ["checkpoint_activations=true"]
     if less:

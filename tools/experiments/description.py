@@ -106,5 +106,5 @@ def values_of(about: Description, axis: str) -> dict[str, Value]:
 
 
 def sides(endpoint: Endpoint) -> tuple[dict[str, str], dict[str, str]]:
-    """Return the two sides of a claim, each as a dict from axis, or `length`, to a value."""
+    """Return the two sides of a claim, as dicts from axis name (or `length`) to value."""
     return endpoint.of, endpoint.of | endpoint.than

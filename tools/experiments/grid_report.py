@@ -242,8 +242,8 @@ def _markdown(table: Frame) -> str:
 def by_length(results: Frame, rows: str, metric: str) -> bytes:
     """Return a plot of the metric by length as PNG.
 
-    For each value of the axis `rows`, the plot shows the mean over the seeds as a line, and one
-    standard deviation on both sides as a band.
+    Each value of the axis `rows` has a line with the mean over the seeds. The band around the line
+    shows one standard deviation on both sides.
     """
     from matplotlib.figure import Figure
 

@@ -63,7 +63,7 @@ def command_of(cell: Cell) -> list[str]:
 
 
 class Runner:
-    """Runs cells, several at a time.
+    """Runs the cells (training runs) of a grid, several at a time.
 
     Args:
         devices: One value of CUDA_VISIBLE_DEVICES for each cell that may run at the same time. The
@@ -89,7 +89,7 @@ class Runner:
         self.signals = 0
 
     def receive(self, *_: object) -> None:
-        """Handle a signal: let every cell save and end, or kill them at the second signal."""
+        """Handle a signal: at the first, let every cell save and end. At the second, kill them."""
         self.signals += 1
         for each in self._running:
             if self.signals > 1:

@@ -167,7 +167,7 @@ def read_attention(others: dict[str, Given], out: Translation) -> None:
 
 
 def note_dape(out: Translation) -> None:
-    """Add a note if `pos_emb` is `kerple`, which is what DAPE's code calls `kerple_log`.
+    """Add a note if `pos_emb` is `kerple`, the name of `kerple_log` in DAPE's code.
 
     The note warns that DAPE trains separate parameters in each layer, whereas here all layers share
     the parameters by default.

@@ -58,8 +58,8 @@ class Journal:
 
     Args:
         prefix: The path of the shards without suffix. The journal is the file PREFIX.journal.
-        job: A JSON object that identifies the run. A run can continue another run only if both have
-            equal jobs.
+        job: A JSON object that identifies the run. A run can continue an earlier run only if this
+            object is the same.
         seconds: The time between two updates of the journal.
 
     Attributes:

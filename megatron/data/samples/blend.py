@@ -57,7 +57,7 @@ def weights_by_documents(documents: Sequence[int], alpha: float) -> list[float]:
 
     Args:
         documents: The number of documents in each corpus.
-        alpha: The exponent.
+        alpha: The exponent of p_d in q_d.
     """
     total = sum(documents)
     if len(documents) == 1 or total == 0:  # a split without documents has no samples either

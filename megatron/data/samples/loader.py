@@ -103,7 +103,7 @@ class TrainLoader:
 def sample_counts(
     train_iters: int, eval_interval: int, eval_iters: int, train_batch_size: int
 ) -> tuple[int, int, int]:
-    """Return how many samples GPT-NeoX's train, valid and test indices contain at least.
+    """Return the minimum numbers of samples in GPT-NeoX's train, valid and test indices.
 
     The training index is built for `train_iters` batches. The validation index is built for one
     evaluation every `eval_interval` iterations and one at the end. The test index is built for one

@@ -36,7 +36,7 @@ class Parity(Task):
 
 @dataclass(frozen=True)
 class Modular(Task):
-    """The task of computing n numbers joined by `+`, `-` and `*`, modulo `modulus`.
+    """The task of computing an expression of n numbers with `+`, `-` and `*`, modulo `modulus`.
 
     The operations are done from left to right, without precedence. By default, the answer is the
     final value. If `steps` is true, the answer has n tokens, and token i is the value of the first

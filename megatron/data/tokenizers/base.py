@@ -188,7 +188,7 @@ def check_utf8(texts: Sequence[str]) -> None:
 
 @contextmanager
 def fault_in_file(message: str) -> Iterator[None]:
-    """Turn any error of the `with` block, which reads a tokenizer's file, into a TokenizerError."""
+    """Turn any error of a `with` block that reads a tokenizer's file into a TokenizerError."""
     try:
         yield
     except BaseException as error:  # Rust's panics are no Exceptions

@@ -105,7 +105,7 @@ def _free(change: ChangedPositions | None) -> tuple[str, ...]:
 def _without_replaced(
     shapes: dict[str, tuple[int, ...]], weights: Weights, change: ChangedPositions
 ) -> tuple[dict[str, tuple[int, ...]], Weights]:
-    """Remove from `weights` theta, and the position weights that the model does not have.
+    """Remove theta, and position weights that the model does not have, from `weights`.
 
     Theta contains the learned parameters of the positional embedding. It is copied later, column by
     column, because the positional embedding changes.

@@ -80,7 +80,7 @@ def conversion_info(run: RunDescription) -> dict[str, Any]:
 
 
 def why_not_resumed(old: Mapping[str, Any], new: Mapping[str, Any]) -> str | None:
-    """Return why a run of layout `old` cannot be resumed in layout `new`; None if it can be."""
+    """Return why a run cannot resume with the parallel layout `new` instead of `old`, or None."""
     fixed = [key for key in new if key not in FREE and old.get(key) != new[key]]
     if fixed:
         changes = ", ".join(f"{key} {old.get(key)!r} to {new[key]!r}" for key in fixed)

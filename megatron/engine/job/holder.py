@@ -39,7 +39,7 @@ _HOLDER = TypeAdapter(Holder)
 
 
 def describe_process() -> dict[str, Any]:
-    """Return the description of this process for its lease."""
+    """Return the description of this process that is stored in its lease (see `Holder`)."""
     return {
         "pid": os.getpid(),
         "host": socket.gethostname(),

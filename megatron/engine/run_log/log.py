@@ -224,7 +224,7 @@ class RunLog:
     def _append(self, path: Path, row: str = "") -> bool:
         """Append `row` to the file `path`, or flush the file to disk if `row` is "".
 
-        Return whether the write succeeded. If not, the next call writes the same rows first.
+        Return whether the write succeeded. If it failed, the next call first writes these rows.
         """
         rows = [*self._unwritten, row] if row else self._unwritten
         try:

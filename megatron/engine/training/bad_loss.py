@@ -157,7 +157,7 @@ class LossGuard(Hook):
 def explained_overflow(engine: deepspeed.DeepSpeedEngine, step: int) -> Iterator[None]:
     """Raise an error if fp16 gradients overflow although the loss scale is at its minimum.
 
-    The `with` block takes one training step.
+    The `with` block must contain one training step.
 
     Args:
         step: The number of the step, for the error message.

@@ -34,7 +34,7 @@ class Counting:
         return inputs, targets
 
     def divisor(self, arrays: Sequence[np.ndarray], groups: Groups) -> torch.Tensor:
-        """Return the number of targets that count, averaged over the micro-batches of all ranks.
+        """Return the mean number of targets per micro-batch that count in the loss, over all ranks.
 
         Args:
             arrays: This rank's micro-batches of one step.

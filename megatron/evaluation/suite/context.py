@@ -134,10 +134,10 @@ def receptive_field(subject: Subject, sample: Sample, full_nT: np.ndarray) -> Me
 
 
 def field_of(rows: list[Row]) -> int | str:
-    """Return the receptive field: the shortest context, in tokens, with nearly the lowest loss.
+    """Return the receptive field in tokens: the shortest context that is as good as the best one.
 
-    A loss is nearly the lowest unless the interval of its difference to the lowest loss lies above
-    0. Return "unclear" if there are no intervals.
+    A context is as good as the best one if the difference of their losses is not surely positive.
+    Return "unclear" if there are no intervals.
 
     Args:
         rows: The rows of the measure `receptive_field`.

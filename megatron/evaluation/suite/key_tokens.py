@@ -53,7 +53,7 @@ def key_tokens(
 def judged_gain(full_nT: np.ndarray, twin_nT: np.ndarray) -> np.ndarray:
     """Return how much lower a model's loss of each token is with the full context, [n, T].
 
-    The result is -inf where the loss with the full context is not below `KEY_LOSS`.
+    The result is -inf for a token whose loss with the full context is at least `KEY_LOSS`.
 
     Args:
         full_nT, twin_nT: The model's losses [n, T] with the full context, and with a window of the

@@ -104,7 +104,7 @@ class Sample:
         return list(zip(starts, [*starts[1:], self.longest + 1], strict=True))
 
     def random(self, rng: np.random.Generator, shape: tuple[int, int]) -> np.ndarray:
-        """Return an array of random tokens. All tokens of the text are equally likely."""
+        """Return random tokens, drawn uniformly from the tokens that occur in the text."""
         return rng.choice(np.unique(self.sequences_nT), shape)
 
 

@@ -126,7 +126,7 @@ def induction(subject: Subject, sample: Sample) -> Measure:
 
 
 def copying(subject: Subject, sample: Sample) -> Measure:
-    """Measure whether the model copies 16 random tokens after a cue, the 8 tokens before them."""
+    """Measure whether the model copies 16 random tokens when the 8 tokens before them recur."""
 
     def draw(rng: np.random.Generator) -> Puzzle | None:
         tokens = sample.random(rng, (1, 24))[0]
@@ -210,7 +210,7 @@ def by_depth(subject: Subject, sample: Sample, name: str, title: str, draw: Draw
 
 
 def found_cells(rows: list[Row]) -> list[Row]:
-    """Return the row with the lowest interval of each cell in which all rows are gains."""
+    """Return one row for each cell whose rows are all gains: the row with the lowest interval."""
     cells = groupby(rows, lambda row: [row.at[name] for name in row.at if name != "control"])
     gains = (min(cell, key=lambda row: row.estimate.low) for _, cell in cells)
     return [row for row in gains if row.also["found"] == "gain"]
