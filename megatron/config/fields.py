@@ -28,7 +28,7 @@ It raises ValueError for an invalid value, with a message that tells the user wh
 
 @dataclass(frozen=True)
 class Key:
-    """An annotation with the key of a config field, for a field whose key is not its name.
+    """An annotation that sets the key of a config field if the key differs from the field's name.
 
     Attributes:
         path: The field's dotted key in config files, or None if no config file can set the field.

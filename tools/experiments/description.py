@@ -43,9 +43,9 @@ class Endpoint(_Strict):
         than: The second side. It needs only the entries that differ from those of `of`.
             `length: best` selects the length at which the side's mean over seeds is best.
         by: The margin of the claim in percent; in percentage points for shares of right answers.
-        relative_to: If it is not empty, the claim compares each side's change from a reference. The
-            reference is the side with these entries in place of its own. For example,
-            `{length: 128}` compares the changes from length 128 to each side's length.
+        relative_to: If it is not empty, the claim compares how much each side differs from its
+            reference. The reference of a side is the same side, but with the entries given here.
+            For example, `{length: 128}` compares the changes from length 128 to a side's length.
         text: The claim in words, for reports. If empty, the words are generated.
     """
 

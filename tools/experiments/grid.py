@@ -93,7 +93,7 @@ class Grid:
 
 
 def read_grid(path: Path, given: Mapping[str, str] | None = None) -> Grid:
-    """Read a grid file. The configurations of its cells are not loaded.
+    """Read a grid file, which describes a set of training runs. Do not load their configurations.
 
     Args:
         given: Values that replace those of the file's `variables`.

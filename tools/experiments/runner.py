@@ -43,7 +43,7 @@ class _Running:
 
 
 def start(command: Sequence[str], log: IO[bytes], environ: dict[str, str]) -> Any:
-    """Start a cell's process in its own session, so that Ctrl-C in the terminal does not end it."""
+    """Start a process in its own session, so that Ctrl-C in the terminal does not end it."""
     return subprocess.Popen(
         command,
         stdin=subprocess.DEVNULL,
@@ -55,7 +55,7 @@ def start(command: Sequence[str], log: IO[bytes], environ: dict[str, str]) -> An
 
 
 def command_of(cell: Cell) -> list[str]:
-    """Return the command that trains and evaluates a cell."""
+    """Return the command that trains and evaluates a cell (one run of a grid)."""
     ranks = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={cell.processes}"]
     options = [text for override in cell.overrides for text in ("-o", override)]
     launcher = ranks if cell.processes > 1 else []
@@ -89,7 +89,7 @@ class Runner:
         self.signals = 0
 
     def receive(self, *_: object) -> None:
-        """Handle a signal: at the first, let every cell save and end. At the second, kill them."""
+        """Handle a signal: let all runs save and end, or kill them at the second signal."""
         self.signals += 1
         for each in self._running:
             if self.signals > 1:
@@ -98,7 +98,7 @@ class Runner:
                 each.process.send_signal(signal.SIGTERM)
 
     def run(self, cells: Sequence[Cell]) -> None:
-        """Run the cells until all have ended.
+        """Run the cells (training runs) until all have ended.
 
         After a signal, start no further cells, and return when the running cells have ended.
         """
@@ -142,7 +142,7 @@ class Runner:
         self._changed()
 
     def _launch(self, cell: Cell, record: Record, given: dict[str, str], lease: ExitStack) -> None:
-        """Start the process of a cell.
+        """Start the process of a cell (one run of a grid).
 
         Args:
             record: The content of the new `cell.json`.
@@ -185,7 +185,7 @@ class Runner:
         self._changed()
 
     def _judge(self, each: _Running) -> None:
-        """Print how the process of a cell ended, and write this into the cell's record."""
+        """Print how the process of a run ended, and write this into the run's record."""
         cell, record = each.cell, each.record
         record.seconds += time.monotonic() - each.begun
         code = each.process.returncode
@@ -213,7 +213,7 @@ class Runner:
         self._say(f"{cell.name}: FAILED: {why}")
 
     def _progress(self, begun: float, waiting: int) -> str:
-        """Return a line with the number of ended cells and an estimate of the time left."""
+        """Return a line with the number of ended runs and an estimate of the time left."""
         done = self._ended + sum(share_done(each.cell) - each.before for each in self._running)
         passed = time.monotonic() - begun
         left = clock(passed * max(0.0, self._work - done) / done) if done > 0 else "unknown"

@@ -111,8 +111,8 @@ def _without_replaced(
     column, because the positional embedding changes.
 
     Returns:
-        (shapes, removed weights). The shapes are those of the model's parameters, without theta and
-        without position weights that the checkpoint does not have.
+        (shapes, removed weights). `shapes` describes the model's parameters that are copied whole.
+        Theta is left out, and position weights that the checkpoint does not have.
     """
     partly = {
         name

@@ -69,7 +69,7 @@ class LossGuard(Hook):
             engine.optimizer.check_grad_overflow = True  # pyright: ignore[reportAttributeAccessIssue, reportOptionalMemberAccess]
 
     def changed_loss(self, loss: torch.Tensor, mean: torch.Tensor) -> torch.Tensor:
-        """Return NaN instead of `loss` if the step is bad and its update is to be skipped.
+        """Return NaN if the step is bad and its update must be skipped, otherwise `loss`.
 
         Args:
             loss: The loss of the step's last micro-batch.

@@ -34,7 +34,9 @@ class Counting:
         return inputs, targets
 
     def divisor(self, arrays: Sequence[np.ndarray], groups: Groups) -> torch.Tensor:
-        """Return the mean number of targets per micro-batch that count in the loss, over all ranks.
+        """Return the number of counted targets, averaged over the micro-batches of all ranks.
+
+        A target is counted if its loss is a part of the step's loss.
 
         Args:
             arrays: This rank's micro-batches of one step.

@@ -44,7 +44,7 @@ class Puzzle:
         controls: Maps the name of a control text to the statements that replace `statements`. A
             control text does not reveal the answer.
         cue: The tokens of the question.
-        answer: The tokens whose loss is measured. They follow the cue at the end of the text.
+        answer: The tokens whose loss is measured. The text ends with `cue` and then `answer`.
     """
 
     statements: list[np.ndarray]
@@ -210,16 +210,19 @@ def by_depth(subject: Subject, sample: Sample, name: str, title: str, draw: Draw
 
 
 def found_cells(rows: list[Row]) -> list[Row]:
-    """Return one row for each cell whose rows are all gains: the row with the lowest interval."""
+    """Return the lowest row of each experiment whose rows are all gains.
+
+    The lowest row is the row whose interval has the lowest start.
+    """
     cells = groupby(rows, lambda row: [row.at[name] for name in row.at if name != "control"])
     gains = (min(cell, key=lambda row: row.estimate.low) for _, cell in cells)
     return [row for row in gains if row.also["found"] == "gain"]
 
 
 def ask(subject: Subject, sample: Sample, cells: list[Cell]) -> list[Row]:
-    """Run the experiments `cells`, and return a row for each cell and control.
+    """Run the experiments `cells`, and return a row for each experiment and control.
 
-    A cell has no rows if its texts are too short for its puzzle.
+    An experiment has no rows if its texts are too short for its puzzle.
     """
     asked = [(cell, *_losses(subject, sample, cell, 2 + n)) for n, cell in enumerate(cells)]
     total, rows = sum(len(controls) for _, _, controls, _ in asked), []
@@ -239,7 +242,7 @@ def ask(subject: Subject, sample: Sample, cells: list[Cell]) -> list[Row]:
 def _losses(
     subject: Subject, sample: Sample, cell: Cell, seed: int
 ) -> tuple[np.ndarray, dict[str, np.ndarray], np.ndarray]:
-    """Return (losses, losses by control, documents) of the texts of one cell.
+    """Return (losses, losses by control, documents) of the texts of one experiment.
 
     A loss is the mean loss of the answer in one text. `documents` is the document of each text. The
     losses are empty if the texts are too short for the puzzle, or no puzzle can be drawn.
