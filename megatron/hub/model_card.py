@@ -26,8 +26,8 @@ def model_card(run: OpenRun, *, own_class: bool, longest: int | None, licence: s
     """Return the text of README.md.
 
     Args:
-        own_class: Whether the export contains a Python file with the model's class. Whoever loads
-            the model then runs this file.
+        own_class: Whether the export contains a Python file with the model's class. This file is
+            run when the model is loaded.
         longest: The maximum number of tokens in a text, or None if there is no limit.
         licence: The hub's name of the licence, such as `apache-2.0`.
     """
