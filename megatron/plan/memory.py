@@ -56,8 +56,8 @@ def peak_of(config: Config, vocab_size: int, device_type: str = "cuda") -> tuple
         device_type: "cuda" or "cpu". The attention backend depends on it.
 
     Returns:
-        (step, memory), where `step` describes a training step of this rank, and `memory` maps each
-        kind of memory to its bytes at the peak.
+        (step, memory) of this rank. `step` describes its training step. `memory` maps each kind of
+        memory to its bytes at the peak.
     """
     stages = {0, config.parallel.pipe_parallel_size - 1}
     steps = [measured_step(config, vocab_size, stage, device_type) for stage in stages]

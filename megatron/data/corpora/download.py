@@ -91,8 +91,8 @@ def check(file: RemoteFile, mirror: str | None = None) -> Iterator[tuple[str, bo
         mirror: The address of a folder that contains the file. It is checked first.
 
     Yields:
-        (address, found, text), where `found` is whether the server has the file, and `text` is the
-        size or the error that the server reported.
+        (address, found, text) for each address. `found` is true if the server has the file. `text`
+        is the size or the error that the server reported.
     """
     for url in _addresses(file, mirror):
         try:

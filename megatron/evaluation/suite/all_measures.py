@@ -48,8 +48,8 @@ def run_suite(
 
     Args:
         out: The folder for the report; None means `load/suite`.
-        judge: Config and run folder of the model that chooses the key tokens. With None, the
-            measured model chooses them itself.
+        judge: The config and run folder of the model that chooses the key tokens. None means the
+            measured model.
 
     Raises:
         CheckpointError: A checkpoint is missing or does not fit its config, or the judge has
@@ -118,8 +118,8 @@ def measure_all(
     """Return the results of all measures. Every rank must call this function.
 
     Args:
-        judge: The model that chooses the key tokens, which are the tokens that it predicts better
-            with long context. With None, the measured model chooses them itself.
+        judge: The model that chooses the key tokens. It chooses those tokens that it predicts
+            better with long context. None means the measured model.
     """
 
     def passes(of: Subject) -> tuple[np.ndarray, np.ndarray]:
