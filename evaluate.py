@@ -88,7 +88,7 @@ def main() -> int:
 def require_writable(out, *, makes):
     """Check that results can be written into the folder `out`. If not, print why and exit with 1.
 
-    Call this function before the evaluation, which may take hours.
+    The check comes before the evaluation, which may take hours.
 
     Args:
         makes: Whether to create the folder if it does not exist.

@@ -21,10 +21,10 @@ _chosen: list[str] = []
 
 
 def choose_waiting() -> None:
-    """Choose how long idle OpenMP threads spin before they sleep, according to the machine's load.
+    """Choose how long threads spin, by the machine's load, unless the environment says it.
 
-    If the environment already sets `OMP_WAIT_POLICY` or `GOMP_SPINCOUNT`, change nothing. Call this
-    function before torch is imported, because the import reads these variables.
+    This must run before torch is imported, because its OpenMP library (GCC's) reads the variables
+    then.
     """
     if VARIABLES & set(os.environ):
         return
@@ -34,7 +34,7 @@ def choose_waiting() -> None:
 
 
 def described_waiting() -> str:
-    """Return a text for the log with the settings of waiting threads, and the reason for them."""
+    """Return a text for the log: how this process's threads wait, and why in this way."""
     values = (f"{name}={os.environ[name]}" for name in sorted(VARIABLES) if name in os.environ)
     return (
         f"{', '.join(values) or 'default'} ({_chosen[0] if _chosen else 'as the environment says'})"
@@ -64,7 +64,7 @@ def keep_memory() -> None:
 
 
 def spin_count(running: int | None, processors: int) -> tuple[int, str]:
-    """Return how often an idle thread looks for work before it sleeps, and the reason as text.
+    """Return the number of spins and the reason.
 
     Args:
         running: The number of other threads that run on this machine, or None if it is unknown.
@@ -80,7 +80,7 @@ def spin_count(running: int | None, processors: int) -> tuple[int, str]:
 
 
 def running_threads(source: Path = Path("/proc/loadavg")) -> int | None:
-    """Return the number of other threads that run or wait for a processor; None if unknown."""
+    """Return how many threads run or wait for a processor, this one not counted, or None."""
     counts = []
     for _ in range(SAMPLES):
         try:
@@ -92,7 +92,7 @@ def running_threads(source: Path = Path("/proc/loadavg")) -> int | None:
 
 
 def is_limited(threads: int, source: Path = Path("/sys/fs/cgroup/cpu.max")) -> bool:
-    """Return whether a control group limits this process to fewer than `threads` processors."""
+    """Return whether a control group gives this process less time than `threads` can use."""
     try:
         quota, period = source.read_text().split()
     except (OSError, ValueError):

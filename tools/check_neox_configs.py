@@ -83,7 +83,7 @@ def check(path: Path, root: Path) -> tuple[Config | None, list[str]]:
 
 
 def shape_of(model: ModelConfig) -> dict:
-    """Return the config keys of a small copy of `model` that differ from the defaults.
+    """Return the config keys in which a small copy of `model` differs from the defaults, as a dict.
 
     The copy has the sizes in `SMALL`, and its other sizes are scaled down, too. The keys in `SIZES`
     are left out.

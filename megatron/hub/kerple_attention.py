@@ -40,13 +40,11 @@ def kerple_attention(
 ) -> tuple[Tensor, None]:
     """Return the attention output [B, T, H, E], and None in place of the probabilities.
 
-    There are B texts, T queries, S keys and H heads of size E.
-
     Args:
         attention_mask: Whether each query sees each key, bool [B, 1, T, S]. None means that each
             query sees all keys up to its own.
         scaling: The factor of the query-key products. If None, it is 1/sqrt(head size).
-        others: An exported model passes its `PaddedCall` as `call`, and no `attention_mask`. Other
+        others: An exported model gives its `PaddedCall` as `call`, and no `attention_mask`. Other
             arguments that change the result are refused.
 
     Raises:
@@ -102,7 +100,7 @@ def _embedding(module: Any) -> PositionalEmbedding:
 
 
 def _first_keys(seen_B1TS: Tensor, offset: int) -> Tensor:
-    """Return the first key that each query sees, int64 [B, T]; its own key if it sees none.
+    """Return the first key that each query sees, int64 [B, T]. A query that sees none sees itself.
 
     Raises:
         ValueError: The mask is not bool or differs between heads, or a query does not see all

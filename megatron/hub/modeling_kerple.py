@@ -114,7 +114,7 @@ class KerpleForCausalLM(KerplePreTrainedModel, GenerationMixin):
 
 
 class KerpleForSequenceClassification(KerplePreTrainedModel):
-    """A text classifier: a linear layer on the last token that is not padding."""
+    """The model with a linear layer on the last token that is not padding."""
 
     def __init__(self, config: KerpleConfig):
         super().__init__(config)
@@ -135,14 +135,13 @@ class KerpleForSequenceClassification(KerplePreTrainedModel):
         output_attentions: bool | None = None,
         output_hidden_states: bool | None = None,
     ) -> SequenceClassifierOutputWithPast:
-        """Return the scores of the classes [texts, classes], and the loss if `labels` are given.
+        """Return the scores of the classes [B, classes], and their loss if there are labels.
 
         `KerpleModel.forward` describes the other arguments.
 
         Args:
-            attention_mask: 0 where a token is padding, otherwise 1. None means no padding, so that
-                the last token of each text is classified.
-            labels: The class of each text, [texts].
+            attention_mask: See `KerpleModel.forward`. None means that the last token counts.
+            labels: The class of each text, [B].
         """
         outputs = self.model(
             input_ids, attention_mask, position_ids, past_key_values, inputs_embeds, use_cache,

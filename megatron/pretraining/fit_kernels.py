@@ -83,12 +83,7 @@ def fit_added(old: GPT, change: ChangedPositions, inputs_BT: Tensor) -> dict[int
 
 
 def fit(term: PositionalEmbedding, y_HD: Tensor) -> Tensor:
-    """Return the parameters [H heads, N columns] whose bias is the least-squares fit to `y_HD`.
-
-    Args:
-        term: The distance kernel whose parameters are fitted.
-        y_HD: The wanted bias of each head at each distance, up to a constant per head.
-    """
+    """Return theta [H, N], with which the bias of `term` is as near as possible to `y_HD`."""
     d = torch.arange(y_HD.shape[1])
     count_D = np.arange(len(d), 0, -1)
     start_HN = term.initial_theta(len(y_HD), torch.Generator()).double()

@@ -43,7 +43,7 @@ class Section:
 
     Attributes:
         table: The formatted results, with a column for each length.
-        moved: A formatted table of how far training moved the kernels' parameters. May be empty.
+        moved: A formatted table of how far training moved the kernels' parameters; may be empty.
         pictures: Maps the caption of each picture to the content of its PNG file.
     """
 
@@ -242,8 +242,8 @@ def _markdown(table: Frame) -> str:
 def by_length(results: Frame, rows: str, metric: str) -> bytes:
     """Return a plot of the metric by length as PNG.
 
-    Each value of the axis `rows` has a line with the mean over the seeds. The band around the line
-    shows one standard deviation on both sides.
+    For each value of the axis `rows`, the plot shows the mean over the seeds as a line, and one
+    standard deviation on both sides as a band.
     """
     from matplotlib.figure import Figure
 

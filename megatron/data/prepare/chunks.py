@@ -60,8 +60,8 @@ class Place:
         limits: The limits that the input must not exceed.
         size: The number of bytes of the input, or 0 if it is unknown. An input of unknown size may
             expand without limit.
-        expanded: The number of bytes decompressed so far. The bytes of a compressed file in a
-            compressed archive are counted twice.
+        expanded: The number of bytes decompressed so far. A compressed file inside a compressed
+            archive counts twice.
         records: The number of records read so far, in a table or an archive of lm_dataformat.
     """
 

@@ -173,9 +173,9 @@ def _other_batch(config: Config, saved: Saved) -> str:
 
 
 def _other_loss(config: Config, saved: Saved) -> str:
-    """Return a warning if the run that wrote `saved` averaged the loss differently, otherwise "".
+    """Return a warning if the loss was averaged in another way before `saved` was written.
 
-    Older versions gave every micro-batch the same weight. Now every target has the same weight.
+    Otherwise return "".
     """
     # Older versions of this project gave every micro-batch the same weight, and had no such key.
     if not counts_targets(config) or "calculate_per_token_loss" in saved.record.config:

@@ -62,7 +62,7 @@ class Compilations:
         }
 
     def news(self) -> str:
-        """Return why `torch.compile` made a graph since the last call, or "" if it made none.
+        """Return why another graph was made since the last call, or "" if no graph was made.
 
         Call this method after each step. The graphs of the first step are not reported.
         """

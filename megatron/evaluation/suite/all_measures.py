@@ -48,8 +48,8 @@ def run_suite(
 
     Args:
         out: The folder for the report; None means `load/suite`.
-        judge: The config and run folder of the model that chooses the key tokens. None means the
-            measured model.
+        judge: Config and run folder of the model that chooses the key tokens. With None, the
+            measured model chooses them itself.
 
     Raises:
         CheckpointError: A checkpoint is missing or does not fit its config, or the judge has
