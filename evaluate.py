@@ -117,7 +117,7 @@ def asked(args):
 
 
 def suite_lengths(config):
-    """Return overrides with the suite's own lengths: 1 to 16 times the training length."""
+    """Return config overrides with the suite's lengths, 1 to 16 times the training length."""
     lengths = [config.model.seq_length * 2**power for power in range(5)]
     print(f"no lengths are given: measuring {', '.join(map(str, lengths))}", flush=True)
     return f"eval_lengths={lengths}", f"eval_tokens={max(config.evaluation.eval_tokens, *lengths)}"

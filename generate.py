@@ -92,7 +92,7 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def read_prompts(name):
-    """Return the prompts in the file `name`: its lines, or those in the objects of a JSONL file.
+    """Return the prompts in the file `name`: one per line, or one per object of a JSONL file.
 
     Raises:
         DataError: A line of a JSONL file is no object with a text `prompt` or `text`.

@@ -74,7 +74,7 @@ def _add_plan_arguments(parser: ArgumentParser) -> None:
 
 
 def _check(args: Namespace) -> int:
-    """Print the config and what the run needs here; return 1 if something is missing, else 0."""
+    """Print the config and check what the run needs. Return 1 if something is missing, else 0."""
     from megatron.pretraining.readiness import readiness
 
     if args.gpus:

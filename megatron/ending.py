@@ -34,15 +34,15 @@ def register(end_job: EndJob) -> None:
 def end_job_of_this_process(text: str, *, code: int, ends_all: bool = False) -> None:
     """Print `text` and end all processes of the job.
 
-    Do nothing if this process has no job, or if `register` was not called. A process belongs to a
-    job if a launcher such as torchrun started it as one of several.
+    Do nothing if this process belongs to no job, or if `register` was not called. A job is several
+    processes that a launcher such as torchrun started together.
     """
     if _end_job and is_member():
         _end_job[0](text, code=code, ends_all=ends_all)
 
 
 def is_member() -> bool:
-    """Return whether a launcher such as torchrun started this process as one of several."""
+    """Return whether a launcher (such as torchrun) started this process together with others."""
     several = os.environ.get("WORLD_SIZE", "1") != "1"
     return several and {"RANK", "MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys()
 
@@ -50,8 +50,8 @@ def is_member() -> bool:
 def end_now(code: int) -> NoReturn:
     """Call the functions in `GIVE_BACK`, then end this process with exit code `code`.
 
-    The functions release what other processes wait for, such as the lease of a run folder. After
-    `LONGEST` seconds the process ends even if a function has not returned.
+    The functions release what other processes wait for, such as the lease of a run folder. If they
+    take longer than `LONGEST` seconds, the process ends without waiting for them.
     """
 
     def give_back() -> None:

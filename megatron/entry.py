@@ -35,7 +35,7 @@ NEEDED = ("pydantic", "yaml", "numpy", "torch", "deepspeed")
 
 
 def say_what_is_missing(kind: type, error: BaseException, trace: "TracebackType | None") -> None:
-    """Print an error that no command has caught; of a package of `NEEDED`, only how to get it."""
+    """Print an uncaught error. For a missing package of `NEEDED`, print only how to install it."""
     if isinstance(error, ModuleNotFoundError) and error.name in NEEDED:
         print(
             f"error: {sys.executable} has no package {error.name}: activate the environment of "

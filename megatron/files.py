@@ -35,7 +35,7 @@ def replacing(path: Path) -> Iterator[Path]:
 
 @contextmanager
 def naming(path: Path) -> Iterator[None]:
-    """Name `path` in an OSError of the `with` block that names no file, such as that of a write."""
+    """Add `path` to an OSError of the `with` block that names no file, such as a failed write."""
     try:
         yield
     except OSError as error:
@@ -142,8 +142,8 @@ def parse_json(text: str | bytes) -> Any:
 def flush(path: Path) -> None:
     """Flush a file or a folder to disk with fsync.
 
-    Flushing a file before it is renamed ensures that a crash cannot leave the new name without the
-    file's content.
+    Call this function before a file is renamed. Otherwise, a crash could leave an incomplete file
+    under the new name.
     """
     descriptor = os.open(path, os.O_RDONLY)
     try:

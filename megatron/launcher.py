@@ -54,7 +54,7 @@ class LaunchError(Exception):
 
 
 class Task(NamedTuple):
-    """The place of this process among the tasks that a launcher started."""
+    """The rank of this process among the tasks that a launcher started, and their number."""
 
     launcher: str
     mark: str  # the variable that the launcher sets in each task
@@ -128,7 +128,7 @@ def join() -> None:
 
 
 def launcher_has_ended() -> bool:
-    """Return whether the launcher, or a process between it and this process, has ended."""
+    """Return whether the launcher, or another ancestor up to the launcher, has ended."""
     import psutil
 
     with contextlib.suppress(psutil.NoSuchProcess):
@@ -142,7 +142,7 @@ def launcher_has_store() -> bool:
 
 
 def outlive_launcher() -> None:
-    """Make `launcher_has_ended` return False from now on, because this process ends soon anyway."""
+    """Make `launcher_has_ended` return False from now on. Call this when the process ends soon."""
     _launcher.clear()
 
 
@@ -212,9 +212,8 @@ def _parents(mark: str) -> list[Process]:
     The list is empty if no launcher started this process.
 
     Args:
-        mark: The name of an environment variable that the launcher sets in each task. A shell
-            between the launcher and a task has this variable, too. Only the launcher itself lacks
-            it, so the launcher is the first parent without this variable.
+        mark: The name of an environment variable that the launcher sets for its tasks. The launcher
+            is the first ancestor without this variable.
     """
     import psutil
 

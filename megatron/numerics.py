@@ -15,7 +15,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Numerics:
-    """The default rounding rules: compute at least in fp32.
+    """The rules by which a model rounds numbers. By default, compute at least in fp32.
 
     Attributes:
         published: Whether numbers are rounded where the released KERPLE code rounds them.
@@ -40,9 +40,9 @@ class Numerics:
         return torch.promote_types(dtype, torch.float32)
 
     def constant(self, value: Tensor) -> Tensor:
-        """Return the constant tensor `value`, such as slopes or frequencies.
+        """Round a tensor of constants, such as slopes or frequencies. The dtype stays the same.
 
-        Only `PublishedNumerics` rounds constants. The result always has the dtype of `value`.
+        Only `PublishedNumerics` rounds constants. Other rules return `value` unchanged.
         """
         return value
 

@@ -55,7 +55,7 @@ class Leave(Exception):
 
 
 class Preemption:
-    """One rank's part in ending the whole job early, after a signal or a time limit.
+    """Ends the job early after a signal or a time limit. Each rank has one such object.
 
     Args:
         exit_code: The exit code of this process if the job ends early.
@@ -63,8 +63,8 @@ class Preemption:
             job ends early even without a signal. None sets no limit.
 
     Attributes:
-        decided: An event. It is set when this rank knows after which optimizer step or evaluation
-            batch all ranks end the job.
+        decided: An event. It is set when this rank knows the optimizer step or evaluation batch
+            after which all ranks end the job.
     """
 
     def __init__(self, exit_code: int = 0, minutes: float | None = None):
@@ -125,7 +125,7 @@ class Preemption:
             store: The job's key-value store, a `torch.distributed.Store`.
 
         Returns:
-            Whether an agreement is under way, so that the next poll should follow soon.
+            Whether an agreement is in progress. If so, the next poll should follow soon.
         """
         if self.why and not self._announced:
             where = f"{self.why} at rank {os.environ['RANK']} on {socket.gethostname()}"
@@ -228,8 +228,8 @@ def reason() -> str:
 def finish() -> int:
     """Ignore signals from now on, and return the exit code of this process.
 
-    Python resets its signal handlers while it exits. Without this function, a signal at that time
-    would end the process with another exit code, although everything is saved.
+    Python resets its signal handlers while it exits. A signal would then end the process with a
+    wrong exit code, although everything is saved.
     """
     if not _current:
         return 0

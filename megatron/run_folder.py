@@ -63,9 +63,9 @@ class RunFolder:
     def newest_tag(self) -> tuple[str | None, str]:
         """Return the name of the checkpoint in the file `latest` (or None), and a problem (or "").
 
-        The problem is a text for the user. It says that `latest` is missing although there are
-        checkpoints, that the checkpoint named in `latest` does not exist, or that this folder is
-        itself a checkpoint. If the folder has no checkpoints, the result is (None, "").
+        The problem is a text for the user. There are three: `latest` is missing although there are
+        checkpoints, `latest` names a missing checkpoint, or this folder is itself a checkpoint.
+        If the folder has no checkpoints, the result is (None, "").
         """
         if not self.latest.is_file():
             if is_checkpoint(self.path):
@@ -131,8 +131,8 @@ def is_checkpoint(folder: Path) -> bool:
 def is_published(checkpoint: Path) -> bool:
     """Return whether the checkpoint folder `global_stepN` is in the published (GPT-NeoX) layout.
 
-    GPT-NeoX and this project both write `layer_*` files. A folder that contains `kerple.json` or
-    `rng_rank_*.pt` is not in the published layout, because only this project writes these two.
+    GPT-NeoX and this project both write `layer_*` files. Only this project writes `kerple.json` and
+    `rng_rank_*.pt`, so a folder with such a file is not in the published layout.
     """
     ours = (checkpoint / RECORD).is_file() or any(checkpoint.glob("rng_rank_*.pt"))
     if ours:  # `kerple.json` may have been lost, and the `rng_rank` files not

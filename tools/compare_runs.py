@@ -50,7 +50,7 @@ def main() -> int:
 
 
 def contents(run: RunFolder) -> tuple[dict[str, Any], list[str], dict[str, Any]]:
-    """Return the last start in the run's `run.json`, the lines of its patch, and its `config.yml`.
+    """Return (last start in the run's `run.json`, lines of its patch, content of `config.yml`).
 
     Raises:
         UserError: A file is missing or damaged.
@@ -77,7 +77,7 @@ def differences(before: str, a: Mapping[str, Any], b: Mapping[str, Any]) -> Iter
 
 
 def later_losses(*runs: RunFolder) -> Iterator[str]:
-    """Yield a line for each metric that differs, with the first step at which it does."""
+    """Yield a line for each metric that differs, with the first step at which it differs."""
     a, b = (
         {
             (name, row["step"]): value

@@ -67,7 +67,7 @@ def examine(paths: list[Path]) -> list[tuple[str, Finding]]:
     """Run all checks, and return a pair (name of the check, finding) for each finding.
 
     Args:
-        paths: The config files of the planned run, or an empty list.
+        paths: The config files of the planned run. May be empty.
     """
     report: list[tuple[str, Finding]] = []
     gpus = _gpu_count()

@@ -92,7 +92,7 @@ def _train_tokenizer(grid: Grid, wanted: TrainedTokenizer) -> None:
 
 
 def _list(cells: list[Cell], grid: Grid) -> int:
-    """Print each cell with its state, or with the problems of its configuration."""
+    """Print each cell (run) of a grid with its state, or with the problems of its configuration."""
     wrong = 0
     for cell in cells:
         try:
@@ -127,7 +127,7 @@ def _run(args: argparse.Namespace, grid: Grid, left: list[Cell], *, stale: bool)
 
 
 def _devices(args: argparse.Namespace, processes: int) -> list[str]:
-    """Return one value of CUDA_VISIBLE_DEVICES for each cell that may run at the same time."""
+    """Return one value of CUDA_VISIBLE_DEVICES for each run that may be active at the same time."""
     import torch
 
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")

@@ -19,7 +19,10 @@ They are those of LLaMA 65B and LLaMA 7B; GPT-NeoX-20B has 0.97e-4, Pythia 1.2e-
 
 
 def doubts(config: Config) -> list[str]:
-    """Return a warning if the learning rate is that of much smaller models than this one."""
+    """Return a warning if the learning rate is unusually high for a model of this size.
+
+    Otherwise return an empty list.
+    """
     size, rate = config.model.block_parameters, config.optimizer.lr
     most = next((most for least, most in HIGHEST_RATES if size >= least), float("inf"))
     if (

@@ -28,7 +28,7 @@ It raises ValueError for an invalid value, with a message that tells the user wh
 
 @dataclass(frozen=True)
 class Key:
-    """An annotation of a config field that config files do not set under the field's own name.
+    """An annotation that sets the key of a config field if the key differs from the field's name.
 
     Attributes:
         path: The field's dotted key in config files, or None if no config file can set the field.
@@ -80,7 +80,7 @@ def is_number(value: Any) -> bool:
 
 
 def wrong(expected: str, value: Any, write: str) -> ValueError:
-    """Return an error. Its message has the wrong value, what is expected, and what to write."""
+    """Return a ValueError whose text has the wrong value, the expected value and the remedy."""
     if expected.startswith(("a number", "a whole number")) and isinstance(value, str):
         write = f"{value} without quotes" if is_number(scalar(value)) else write
     return ValueError(f"expected {expected}, got {show(value)}; write {write}")

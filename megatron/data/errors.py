@@ -13,7 +13,7 @@ class DataError(UserError):
 
 
 class ShardError(DataError):
-    """A token shard (a `.bin`/`.idx` pair) is missing, damaged or in use, or has another format."""
+    """A token shard (.bin and .idx file) is missing, damaged, in use, or of unknown format."""
 
 
 class TokenizerError(DataError):

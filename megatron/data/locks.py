@@ -22,8 +22,8 @@ def try_lock(fd: int, *, wait: bool) -> bool | None:
         wait: Whether to wait until no other process holds the lock.
 
     Returns:
-        True if this process now holds the lock. False if another process holds the lock, which is
-        possible only if `wait` is False. None if the file system has no locks.
+        True if this process now holds the lock. False if `wait` is False and another process holds
+        the lock. None if the file system has no locks.
     """
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))

@@ -63,7 +63,7 @@ def positional_of(config: Config, numerics: Numerics | None = None) -> Positiona
     """Build the config's positional embedding.
 
     Args:
-        numerics: The rules by which the embedding rounds numbers; None takes the config's rules.
+        numerics: The rules by which the embedding rounds numbers; None means the config's rules.
     """
     m = config.model
     loaded = {
@@ -123,8 +123,8 @@ def attention_of(
 ) -> AttentionFn:
     """Return the attention backend that the config's `attention_backend` selects.
 
-    If the selected backend is `fused`, this function also switches cached kernel launches on or off
-    for the whole process, as the config's `cached_launches` says.
+    For the backend `fused`, this function also applies the config key `cached_launches`. The key
+    switches cached kernel launches on or off for the whole process.
 
     Args:
         pos: The positional embedding of one layer.
@@ -177,7 +177,7 @@ def plan_of(
     tp: TensorGroup = ALONE,
     cp: TensorGroup = ALONE,
 ) -> Plan:
-    """Collect what `GPT` needs to build the config's model, or this rank's shard of it.
+    """Return the arguments with which `GPT` builds the config's model, or this rank's shard of it.
 
     Args:
         vocab_size: The size of the tokenizer's vocabulary, before padding.
@@ -186,7 +186,7 @@ def plan_of(
             `reset_attention_mask`.
         training: Whether the model will be trained. Training needs dropout and a backward pass.
         tp: The tensor-parallel group; with several ranks, only this rank's shard is built.
-        cp: The context-parallel group; each of its ranks holds a part of each sequence.
+        cp: The context-parallel group; each of its ranks processes a part of each sequence.
 
     Raises:
         AttentionError: The attention backend does not support this model on this device.

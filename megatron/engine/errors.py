@@ -18,7 +18,7 @@ class FailedElsewhereError(CheckpointError):
 
 
 class DivergedError(UserError):
-    """Training cannot go on: a loss or weight is not finite, or fp16 cannot hold the gradients."""
+    """Training cannot continue: a loss or weight is not finite, or the fp16 gradients overflow."""
 
 
 class BadLossError(DivergedError):

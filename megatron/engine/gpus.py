@@ -23,7 +23,7 @@ class Gpu:
         rate16: The peak TFLOP/s of matrix products with 16-bit inputs.
         rate32: The peak TFLOP/s of matrix products with fp32 inputs.
         memory: The memory in GB.
-        has_bf16: Whether the tensor cores take bf16.
+        has_bf16: Whether the tensor cores support bf16.
     """
 
     rate16: float
@@ -48,7 +48,7 @@ GPUS = {
 
 
 def gpu_named(name: str) -> Gpu:
-    """Return the GPU that `GPUS` lists under `name`. Upper and lower case count as equal.
+    """Return the GPU that `GPUS` lists under `name`. Case is ignored.
 
     Raises:
         StartError: The GPU is unknown.

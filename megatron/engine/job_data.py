@@ -37,7 +37,7 @@ class JobData:
         identity: The values that determine the order and the text of the samples, as JSON values.
             Checkpoints record them.
         wanted: Maps each split's name to the number of samples that the run reads from it.
-        counting: The rules that say which targets count in the loss, and with which weight.
+        counting: The rules for the targets that count in the loss, and for their weights.
     """
 
     def __init__(self, config: Config, groups: Groups):

@@ -48,7 +48,7 @@ class OpenRun:
         return next(self.model.parameters()).dtype
 
     def said(self) -> str:
-        """Return the line `evaluating PATH`, with the checkpoint's path, and then `notes`."""
+        """Return a text for the log: the line `evaluating PATH OF CHECKPOINT`, then the `notes`."""
         return "\n".join([f"evaluating {self.saved.path}", *self.notes])
 
 

@@ -100,7 +100,7 @@ class Measurement:
         return results
 
     def with_context(self, context: int, *, length: int, targets: int) -> LengthResult:
-        """Measure the model on single tokens, each read with the `context` tokens before it.
+        """Measure the loss of single tokens, each predicted from the `context` tokens before it.
 
         Args:
             context: The number of tokens that the model reads before each scored token.
@@ -189,7 +189,7 @@ def evaluate_lengths(
 def measurement_of(
     config: Config, groups: Groups, loss_fn: LossFn, tokenizer: Tokenizer, text: Text, tokens: int
 ) -> tuple[Measurement, int]:
-    """Return a `Measurement` on the split `eval_split`, and the number of targets read per length.
+    """Return a `Measurement` on the split `eval_split`, and the number of targets at each length.
 
     Args:
         tokens: The largest number of targets to read per length.
@@ -220,7 +220,7 @@ def measurement_of(
 def draw_kernels(
     pos: PositionalEmbedding, trained_HN: torch.Tensor | None, config: Config, run_dir: Path
 ) -> None:
-    """Plot the bias and weight of each head by query-key distance, as `kernels.png` in `run_dir`.
+    """Plot each head's bias and weight by query-key distance: `kernels.png` in `run_dir`.
 
     If layers have different kernels, there is one file for each kernel, such as
     `kernels_layer0.png`.

@@ -22,7 +22,7 @@ class MeasuredModel:
     """A model that is evaluated by length.
 
     Attributes:
-        config: The configuration, which says what is measured.
+        config: The configuration, whose section `evaluation` selects what is measured.
         groups: The job's process groups.
         loss_fn: The function that returns the loss of each target token. If it is called without
             targets, it returns logits.
@@ -100,8 +100,8 @@ def scores_of_sequences(
         batch_tokens: The approximate number of tokens in a forward pass.
         score: A function that gets a batch's losses (fp64) and inputs, both [B, L], and returns
             `width` numbers for each sequence, [B, width].
-        width: How many numbers `score` returns for each sequence.
-        tick: A function that gets the number of tokens of each finished forward pass.
+        width: The number of values that `score` returns for each sequence.
+        tick: A function that is called after each forward pass with its number of tokens.
     """
     count, length = sequences.shape[0], sequences.shape[1] - 1
     rows = max(1, batch_tokens // length)

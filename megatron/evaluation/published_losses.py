@@ -16,7 +16,7 @@ def log_published_losses(data: JobData, engine: Engine, log: RunLog, step: int) 
     Every rank must call this function.
 
     Args:
-        step: The number of optimizer steps after which the model was saved.
+        step: The number of optimizer steps that the model was trained for.
     """
     config = data.config
     wanted = config.training.eval_iters * config.batch.gradient_accumulation_steps

@@ -23,12 +23,12 @@ from megatron.parallel.rng import named_generator
 
 @dataclass(frozen=True)
 class GenerationOptions:
-    """What to generate, and how.
+    """The settings for generating text.
 
     Attributes:
-        read_prompts: A function that returns the prompts, or None for a text without a prompt,
-            which starts after an end-of-document token. Only rank 0 calls it.
-        max_new_tokens: The largest number of tokens of a continuation.
+        read_prompts: A function that returns the prompts. None means one text without a prompt,
+            which starts after an end-of-document token. Only rank 0 calls the function.
+        max_new_tokens: The largest number of tokens in a continuation.
         sampling: The settings for choosing tokens.
         stops: The stop sequences. A continuation ends before the first one that occurs in it.
         endless: If true, the end-of-document token is never chosen. If false, this token can be
@@ -66,7 +66,7 @@ def generate(
     Args:
         config: The configuration. Its degree of tensor parallelism must be the number of processes.
         load: The run folder.
-        write: A function that gets the prompts and continuations. Only rank 0 calls it.
+        write: A function that writes the prompts and continuations. Only rank 0 calls it.
         say: A function that prints a message for the user. Only rank 0 calls it.
 
     Raises:
@@ -137,8 +137,8 @@ def _origin(saved: Saved, groups: Groups) -> str:
 def _encoded(texts: list[str], tokenizer: Tokenizer, model: GPT) -> list[list[int]]:
     """Return the token ids of each prompt.
 
-    If tokens attend only to their own document, all ids up to the prompt's last end-of-document
-    token are left out.
+    If tokens attend only to their own document, the result has only the ids after the prompt's last
+    end-of-document token.
 
     Raises:
         DataError: There is no prompt, or no token of a prompt is left.

@@ -29,15 +29,17 @@ from megatron.engine.errors import DivergedError
 
 @dataclass(frozen=True)
 class Sampling:
-    """The settings for choosing tokens. By default, every token can be chosen.
+    """The settings for sampling the next token. By default, every token can be sampled.
 
     Attributes:
-        temperature: The number by which logits are divided, or 0 for the most likely token.
-        top_k: The number of most likely tokens to keep, or None for all.
-        top_p: The minimum sum of the probabilities of the kept tokens. 1 keeps all tokens.
-        min_p: The least probability of a kept token, as a part of that of the most likely token.
-        repetition_penalty: The penalty of tokens that the text already has, above 0. 1 has no
-            effect.
+        temperature: The divisor of the logits. 0 always selects the most likely token.
+        top_k: Keep this number of the most likely tokens, or all tokens if it is None.
+        top_p: Keep the most likely tokens until their probabilities add up to at least this value.
+            1 keeps all tokens.
+        min_p: Keep a token only if its probability divided by the largest probability is at least
+            this value.
+        repetition_penalty: The positive logits of tokens that already occur in the text are divided
+            by this number, and negative ones are multiplied by it. It is above 0; 1 has no effect.
     """
 
     temperature: float = 1.0
@@ -69,7 +71,7 @@ def probabilities(logits_BV: Tensor, how: Sampling) -> Tensor:
 
 
 def penalised(logits_BV: Tensor, texts: Sequence[Sequence[int]], penalty: float) -> Tensor:
-    """Return the logits after the repetition penalty.
+    """Return the logits after the repetition penalty, [batch, vocabulary].
 
     Args:
         texts: The token ids of each text so far.

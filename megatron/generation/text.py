@@ -21,7 +21,7 @@ class Continuation:
     Args:
         prompt: The token ids of the prompt.
         stops: The stop sequences. The text ends before the first one that occurs in it.
-        emit: A function that gets each new piece of text that is no longer held back.
+        emit: A function that is called with each new piece of text when it is no longer held back.
 
     Attributes:
         tokens: The number of tokens added so far.
@@ -45,7 +45,7 @@ class Continuation:
 
     @property
     def text(self) -> str:
-        """The text so far, without the end that is held back because it may change."""
+        """The text so far, without the last part that is held back."""
         return "".join(self._pieces)
 
     def add(self, token: int) -> None:

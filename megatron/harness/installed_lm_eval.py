@@ -23,7 +23,7 @@ _OWN = (_ROOT, _ROOT / "tools")
 
 
 class _Elsewhere:
-    """An import finder that finds lm_eval and evaluate, but not our commands of the same names."""
+    """An import finder for the packages lm_eval and evaluate that ignores our commands' folder."""
 
     def find_spec(self, name: str, path: object = None, target: object = None) -> ModuleSpec | None:
         if name not in NAMES:

@@ -40,11 +40,12 @@ _GENERATION = {"until", "max_gen_toks", "do_sample", "temperature", "top_k", "to
 
 
 class RunModel(TemplateLM):
-    """A model that answers the harness's requests. All ranks must get the same requests.
+    """A model that lm-evaluation-harness can score. All ranks must get the same requests.
 
     Args:
         tp: The tensor-parallel group. It contains all ranks of the job.
-        max_length: The most tokens that the model reads. The start of a longer context is cut off.
+        max_length: The maximum number of tokens that the model reads. The start of a longer context
+            is cut off.
         batch_size: The number of texts in a forward pass.
         info: Facts about the model that are stored with the results.
     """
@@ -128,11 +129,11 @@ class RunModel(TemplateLM):
     ) -> list[tuple[float, bool]]:
         """Return (log-likelihood, is greedy) for each pair of token ids (context, target).
 
-        The second result says whether each token of the target is the most likely one.
+        "Is greedy" is true if every token of the target is the most likely token at its position.
 
         Args:
-            greedy: Whether to compute the second result. If false, that result means nothing, and
-                less memory is needed.
+            greedy: Whether to compute "is greedy". If false, its value has no meaning, and less
+                memory is needed.
 
         Raises:
             DataError: A target is longer than `max_length`.
@@ -252,10 +253,10 @@ def sampling_of(options: dict[str, Any]) -> Sampling:
 
 
 def longest_context(model: GPT, config: Config) -> int:
-    """Return the most tokens that the model should read at a time.
+    """Return the maximum number of tokens that the model should read at a time.
 
-    For rotary embeddings and position vectors, this is `max_position_embeddings`, as in GPT-NeoX.
-    Positional embeddings that are made for longer texts have no limit.
+    For rotary embeddings and position vectors, the result is `max_position_embeddings`, as in
+    GPT-NeoX. Positional embeddings that extrapolate to longer texts have no limit.
     """
     table = model.embedding.position_embeddings
     if table is not None:

@@ -28,11 +28,11 @@ class ScoringOptions:
     Attributes:
         tasks: Names of tasks, groups or tags, patterns such as `lambada*`, or paths of YAML files.
         include_path: A folder with the YAML files of more tasks, or None.
-        num_fewshot: The number of examples before each question. None leaves it to the task.
+        num_fewshot: The number of examples before each question. None means the task's own number.
         limit: The number of questions to score per task. A number below 1 is a fraction of the
             task's questions. None scores all questions.
         batch_size: The number of texts in a forward pass.
-        max_length: The maximum number of tokens that the model reads. None takes the result of
+        max_length: The maximum number of tokens that the model reads. None means the result of
             `longest_context`.
         seed: The seed of the few-shot examples and of generated texts.
         unsafe_code: Whether tasks may run the code that the model writes.
@@ -66,8 +66,8 @@ def score(
 
     Args:
         config: The configuration. Its degree of tensor parallelism must be the number of processes.
-        write: The JSON file for the results, or None. With `log_samples`, a second file, whose name
-            ends in `.samples.json`, gets the questions and answers of each task.
+        write: The JSON file for the results, or None. If `log_samples` is true, the questions and
+            answers of each task are written to a second file, whose name ends in `.samples.json`.
         show: A function that prints a table. Only rank 0 calls it.
 
     Raises:

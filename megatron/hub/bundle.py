@@ -29,7 +29,7 @@ def bundle(terms: Iterable[str]) -> str:
     """Return the source of one Python file that defines the model and its positional embeddings.
 
     Args:
-        terms: The names of single positional embeddings, not of combinations.
+        terms: The names of positional embeddings. For a combination, pass the name of each part.
     """
     terms = sorted(set(terms))
     modules = {name: f"{positional.__name__}.{name}" for name in terms}

@@ -47,17 +47,18 @@ class HubClass:
         model_type: The value of `model_type` in config.json.
         layers: The prefix of the names of the layers in transformers.
         activations: Maps values of `hidden_act` to values of our `activation`.
-        keys: The config keys of ours that have the same value in every model of the class.
-        entries: Maps config keys of ours to the entries of config.json that have their values.
-        modules: Maps names of our modules to the names of their equivalents in transformers, with
-            spaces between several. A module that has the same name in transformers is left out.
-        defaults: The values of entries that a config.json may leave out. A class whose heads may
-            rotate in part has `partial_rotary_factor` or `rotary_dim`, and one whose heads may have
-            any size has `head_dim`.
-        only: Maps entries of config.json to the only value that can be imported, or to the name of
-            the entry that has this value.
-        transposed: Whether the matrices of the layers are stored transposed, and those of queries,
-            keys and values as one, one after the other.
+        keys: Our config keys that have the same value in every model of the class, with the value.
+        entries: Maps each of our other config keys to the entry of config.json with its value.
+        modules: Maps the names of our modules to names in transformers. If several modules there
+            correspond to one of ours, their names are separated by spaces. A module with the same
+            name in transformers is left out.
+        defaults: The values of entries that a config.json may leave out. If the class supports
+            partly rotated heads, there is an entry `partial_rotary_factor` or `rotary_dim`. If it
+            supports heads of any size, there is an entry `head_dim`.
+        only: Maps entries of config.json to the only value that can be imported. A string names
+            another entry, which has this value.
+        transposed: Whether the layers' matrices are stored transposed. If so, the matrices of
+            queries, keys and values are also concatenated in this order.
     """
 
     name: str

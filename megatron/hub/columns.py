@@ -28,17 +28,20 @@ _WRONG = {
 
 @dataclass
 class Columns:
-    """Properties of the new tokens, which all layers need.
+    """The columns and positions of T new tokens in B texts. All layers use them.
+
+    A column is an index into the row of cached and new tokens, including padding. A position is
+    the place in a document.
 
     Attributes:
         offset: The column of the first new token, which is the number of cached tokens. None in a
-            compiled graph with a static cache, where only the device knows it.
+            compiled graph with a static cache, where this number exists only on the device.
         columns_T: The column of each new token.
         positions_BT: The position of each new token.
-        first_BT: The first column that each new token may see. A padding token sees itself alone.
+        first_BT: The first column that each new token may see. A padding token sees only itself.
             None if all tokens may see column 0.
-        ended_BT: Whether each new token ends a document; None if the model separates no documents.
-        vectors: See `PaddedCall`.
+        ended_BT: Whether each new token ends a document. None if attention may cross documents.
+        vectors: The bias vectors that layers share in a pass without gradients.
     """
 
     offset: int | None
@@ -49,7 +52,7 @@ class Columns:
     vectors: dict = field(default_factory=dict)
 
     def to(self, device: Any, **_: Any) -> Columns:
-        """Return a copy on `device`: accelerate moves a layer's arguments by this method."""
+        """Return a copy on `device`. The library accelerate calls this method."""
         tensors = {name: x.to(device) for name, x in vars(self).items() if isinstance(x, Tensor)}
         return replace(self, **tensors)
 
@@ -57,10 +60,10 @@ class Columns:
 def columns_of(
     x_BTD: Tensor, mask_BS: Tensor | None, position_ids: Tensor | None, cache: Cache | None
 ) -> Columns:
-    """Return the columns of new tokens.
+    """Return the columns and positions of the new tokens.
 
-    A compiled graph does not check the values of the mask and of the positions, because that would
-    wait for the device.
+    In a compiled graph, the values of the mask and the positions are not checked, because the check
+    would wait for the device.
 
     Args:
         x_BTD: The vectors of the new tokens.
@@ -69,7 +72,7 @@ def columns_of(
         cache: The cache with the tokens before the new ones.
 
     Raises:
-        ValueError: The model does not serve the mask or the positions.
+        ValueError: The model does not support the mask or the positions.
     """
     shape, device, graph = x_BTD.shape[:2], x_BTD.device, torch.compiler.is_compiling()
     cached: Any = cache.get_seq_length() if cache is not None else 0
@@ -98,7 +101,7 @@ def columns_of(
 
 
 def _seen(mask_BS: Tensor, shape: Any, offset: int | None, cache: Cache | None) -> Tensor:
-    """Return whether each token is no padding, bool [B, S], for cached tokens and new ones.
+    """Return whether each of the S cached and new tokens is not padding, bool [B, S].
 
     Raises:
         ValueError: The mask has another shape.
@@ -115,7 +118,7 @@ def _seen(mask_BS: Tensor, shape: Any, offset: int | None, cache: Cache | None) 
 def _refuse(
     mask_BS: Tensor | None, seen_BS: Tensor | None, seen_BT: Tensor | None, ids_BT: Tensor | None
 ) -> None:
-    """Raise `ValueError` for a mask or for positions that the model does not serve."""
+    """Raise `ValueError` if the model does not support the mask or the positions."""
     wrong = {}
     if mask_BS is not None and seen_BS is not None:
         padded = seen_BS[:, 1:] & ~seen_BS[:, :-1] & (seen_BS.cumsum(1) > 0)[:, :-1]
@@ -135,16 +138,19 @@ def _refuse(
 def packed_positions(
     position_ids: Tensor | None, seq_idx: Tensor | None, *cu_seq_lens: Tensor | None
 ) -> Tensor | None:
-    """Return the positions that the arguments for packed documents mean, [B, T].
+    """Return the position of each token in its document, [B, T], or None if no argument is given.
+
+    Each argument describes the same packed documents in another way.
 
     Args:
         position_ids: The position of each token, or None.
-        seq_idx: A number for each token. Neighbours of one document have equal numbers.
-        cu_seq_lens: The columns at which the documents of a single row begin, and then the number
-            of its tokens. Several tensors must be equal.
+        seq_idx: A number for each token, or None. Adjacent tokens with the same number belong to
+            the same document.
+        cu_seq_lens: Tensors or None. Each tensor has the column at which each document of a single
+            row begins, then the number of tokens in the row.
 
     Raises:
-        ValueError: The arguments mean different documents.
+        ValueError: The arguments describe different documents.
     """
     meant = [] if position_ids is None else [position_ids]
     if seq_idx is not None:
@@ -163,10 +169,10 @@ def packed_positions(
 def separate_documents(
     at: Columns, ended_BT: Tensor, cache: Cache | None, *, restart: bool
 ) -> None:
-    """Let tokens see only the document that special tokens bound.
+    """Limit the attention of each new token to its own document, by changing `at`.
 
     Args:
-        at: The columns of the new tokens, which this function changes.
+        at: The columns and positions of the new tokens. This function changes them.
         ended_BT: Whether each new token ends a document.
         cache: The cache. `Attention` stores `ended_BT` as the last number of each key.
         restart: Whether positions restart at 0 with each document.

@@ -129,7 +129,7 @@ def _rotary(given: Mapping[str, Any], kind: HubClass) -> tuple[dict[str, Any], A
 
 
 def _yarn(scaling: dict[str, Any]) -> None:
-    """Replace in `scaling` the entries of YaRN that do not exist in our `rope_scaling`.
+    """Replace YaRN's entries of `scaling` that do not exist in our `rope_scaling`.
 
     `mscale` and `mscale_all_dim` become one `attention_factor`. `truncate` is removed.
 
@@ -149,9 +149,10 @@ def _yarn(scaling: dict[str, Any]) -> None:
 
 
 def misfits(config: Config) -> list[str]:
-    """Return why no class in `CLASSES` can compute the config's model; [] if some class can.
+    """Return the properties of the config's model that no class in `CLASSES` supports.
 
-    The result has the names of the properties in which the nearest class differs.
+    The result is [] if some class can compute the model. Otherwise, it has the names of the
+    properties in which the closest class differs.
     """
     return min((_differences(config, kind) for kind in CLASSES), key=len)
 
@@ -176,7 +177,7 @@ def _differences(config: Config, kind: HubClass) -> list[str]:
 
 
 def _computed(config: Config) -> dict[str, Any]:
-    """Return the values that determine what the config's model computes, and its dropout."""
+    """Return the settings that determine the outputs of the config's model, and its dropout."""
     m, shape = config.model, shape_of(config, 1)
     block, [scaling, base] = vars(shape.block).copy(), _rotary_of(m)
     del block["numerics"]
@@ -198,7 +199,7 @@ def _computed(config: Config) -> dict[str, Any]:
 
 
 def _rotary_of(m: ModelConfig) -> tuple[dict[str, Any], float]:
-    """Return the scaling and the base of the angles, as transformers describes them."""
+    """Return `rope_scaling` and the base of the rotary angles, in the form of transformers."""
     scaling, base = dict(m.rope_scaling), m.rotary_emb_base
     if scaling.get("rope_type") == "ntk":
         turning = int(m.head_dim * m.rotary_pct)
@@ -218,7 +219,7 @@ def hub_config(config: Config) -> tuple[HubClass, dict[str, Any]]:
 
 
 def _described(config: Config, kind: HubClass) -> dict[str, Any]:
-    """Return the content of a config.json of the class `kind`, without the tokens."""
+    """Return the content of a config.json of the class `kind`, without special tokens."""
     m, [scaling, base] = config.model, _rotary_of(config.model)
     act = next(act for act, ours in kind.activations.items() if ours == m.activation)
     if act == "gelu" and m.bias_gelu_fusion and TANH[0] in kind.activations:

@@ -58,7 +58,7 @@ _LONGEST = 1024
 
 @dataclass(frozen=True)
 class HubModel:
-    """A model in the form in which transformers stores it.
+    """A model in the storage format of transformers.
 
     Attributes:
         config: The content of config.json.
@@ -103,7 +103,7 @@ def export(run: OpenRun, folder: Path, licence: str = "unknown") -> list[str]:
 
 
 def _hub_model(run: OpenRun) -> HubModel:
-    """Return the run's model for a class of transformers, or for our own class if none fits."""
+    """Convert the run's model to a class of transformers, or to our own class if none fits."""
     # The classes of transformers compute rotary angles in fp32.
     if run.dtype is torch.float64 or misfits(run.config):
         return _own_class(run)
@@ -115,7 +115,7 @@ def _hub_model(run: OpenRun) -> HubModel:
 
 
 def _own_class(run: OpenRun) -> HubModel:
-    """Return the model as our class `KerpleForCausalLM`, with the code of this class."""
+    """Convert the run's model to our class `KerpleForCausalLM`, with the code of this class."""
     config, model = run.config, run.model
     if config.model.published_numerics:
         raise HubError(
@@ -137,7 +137,7 @@ def _own_class(run: OpenRun) -> HubModel:
 
 
 def _longest(run: OpenRun) -> int | None:
-    """Return the most tokens that the model reads, or None if its embedding sets no limit."""
+    """Return the maximum length of a text, or None if the positional embedding sets no limit."""
     embedding, pos = run.model.embedding, run.model.pos
     if (table := embedding.position_embeddings) is not None:
         return table.num_embeddings - embedding.offset

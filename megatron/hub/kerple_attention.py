@@ -88,7 +88,10 @@ def kerple_attention(
 
 
 def _embedding(module: Any) -> PositionalEmbedding:
-    """Return this project's embedding of an exported layer, whose own class is in the export."""
+    """Return this project's version of an exported layer's positional embedding.
+
+    The layer has a copy of the class from the exported Python file.
+    """
     config, index = module.config, module.index
     key = str((config.pos_emb, config.pos_emb_options, config.distance_scale)), index
     if key not in _KNOWN:

@@ -38,8 +38,8 @@ class KerpleConfig(PretrainedConfig):
         intermediate_size: The inner width of the MLP.
         head_size: The size of a head; None means hidden_size / num_attention_heads.
         qk_norm_kind: The kind of the norm of queries and keys: `by_head`, `shared` or `joined`.
-        output_norms: Whether norms are applied to the outputs of attention and MLP, not to their
-            inputs.
+        output_norms: Whether norms are applied to the outputs of attention and MLP, instead of
+            their inputs.
         gpt_j_tied: Whether attention and MLP share one norm.
         qkv_bias: Whether queries, keys and values have a bias even without `attention_bias`.
         output_bias: Whether the output layer has a bias.
@@ -47,7 +47,7 @@ class KerpleConfig(PretrainedConfig):
         pos_emb: The positional embedding of each layer, or one name for all layers.
         pos_emb_options: Maps names of positional embeddings to their options.
         theta_per_layer: Whether each layer has its own parameters of the positional embedding.
-        distance_scale: The factor on all query-key distances.
+        distance_scale: The factor by which all query-key distances are multiplied.
         windows: For each layer, the largest distance of a key that a query sees; None sets no
             limit.
         document_end: The id of the token that ends a document, if tokens attend only to their own
@@ -87,11 +87,11 @@ def norm_of(config: KerpleConfig, dim: int, heads: int = 1) -> Norm:
 
 
 class Theta(nn.Module):
-    """The parameters theta [heads, columns] of the positional embedding, in fp32 at least.
+    """The parameters theta [heads, columns] of the positional embedding, at least in fp32.
 
-    Training keeps theta within its bounds, after each step of a `torch.optim.Optimizer` that holds
-    theta and, for other optimizers, at the next pass. A column that all heads share follows its
-    first head. Columns that are not trained get no gradient.
+    In training, theta is clamped to its bounds after each step of its `torch.optim.Optimizer`. With
+    other optimizers, it is clamped in the next forward pass. If all heads share a column, they use
+    the value of the first head. Columns that are not trained get no gradient.
     """
 
     def __init__(self, pos: PositionalEmbedding, heads: int):
@@ -120,7 +120,7 @@ class Theta(nn.Module):
 
     @torch.no_grad()
     def project(self) -> None:
-        """Clamp theta to its bounds in training, unless an engine stores it elsewhere."""
+        """In training, clamp theta to its bounds, unless an engine has moved or sharded theta."""
         if self.training and self.theta.dim() == 2 and not self.theta.is_meta:
             self.theta.copy_(within_bounds(self._columns(), self.pos.parameters))
 
@@ -164,7 +164,7 @@ class Embedding(nn.Module):
             self.position_embeddings = nn.Embedding(rows, config.hidden_size)
 
     def forward(self, x_BTD: Tensor, positions_BT: Tensor) -> Tensor:
-        """Add the vectors of the positions to the vectors of the tokens."""
+        """Add position vectors to token vectors if there is a position table."""
         if self.position_embeddings is not None:
             rows = self.position_embeddings.num_embeddings - self.offset
             if not torch.compiler.is_compiling() and int(positions_BT.max()) >= rows:
@@ -177,7 +177,7 @@ class Embedding(nn.Module):
 
 
 class Attention(nn.Module):
-    """Causal self-attention of layer `index`, [B, T, D] to [B, T, D]."""
+    """Causal self-attention of layer `index`. Input and output are [texts, tokens, features]."""
 
     def __init__(self, config: KerpleConfig, index: int, pos: PositionalEmbedding, columns: slice):
         super().__init__()
@@ -206,7 +206,7 @@ class Attention(nn.Module):
     def forward(
         self, x_BTD: Tensor, theta_HN: Tensor, at: Columns, cache: Cache | None, attentions: bool
     ) -> tuple[Tensor, Tensor | None]:
-        """Return the output, and the attention probabilities [B, H, T, S] if `attentions`."""
+        """Return the output, and [texts, heads, queries, keys] probabilities if `attentions`."""
         qkv_BTW = self.query_key_value(x_BTD)
         if self.query_norm is not None and self.key_norm is not None:
             norms = (self.query_norm, self.key_norm)
@@ -249,7 +249,7 @@ class Attention(nn.Module):
 
 
 class MLP(nn.Module):
-    """The feed-forward layers of a block, [B, T, D] to [B, T, D]."""
+    """The feed-forward layers of a block. Input and output are [texts, tokens, features]."""
 
     def __init__(self, config: KerpleConfig):
         super().__init__()
@@ -266,7 +266,7 @@ class MLP(nn.Module):
 
 
 class Block(GradientCheckpointingLayer):
-    """One transformer block, [B, T, D] to [B, T, D]."""
+    """One transformer block. Input and output are [texts, tokens, features]."""
 
     def __init__(self, config: KerpleConfig, index: int, pos: PositionalEmbedding, columns: slice):
         super().__init__()

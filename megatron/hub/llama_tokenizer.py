@@ -20,13 +20,16 @@ _SPACE = "\u2581"
 
 
 def write_tokenizer_json(model: Path, *, begins: bool) -> bool:
-    """Write tokenizer.json and, if there is none, tokenizer_config.json beside the file `model`.
+    """Convert the SentencePiece file `model` to a tokenizer.json in the same folder.
 
-    Nothing is written if tokenizer.json would give other ids to difficult texts. The result says
-    whether it was written.
+    If the folder has no tokenizer_config.json, write this file, too. Nothing is written if the new
+    tokenizer encodes some difficult text differently.
 
     Args:
         begins: Whether a text begins with the token `<s>`.
+
+    Returns:
+        Whether the files were written.
 
     Raises:
         TokenizerError: The file is damaged or has no token that ends a document, or the library

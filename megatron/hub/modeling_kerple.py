@@ -27,7 +27,7 @@ from megatron.hub.layers import KerpleConfig
 
 
 class KerpleForCausalLM(KerplePreTrainedModel, GenerationMixin):
-    """The language model. `model.position_bias.theta` is theta, which training may change."""
+    """The language model: a `KerpleModel` with an output layer."""
 
     _tied_weights_keys = {"output.weight": "model.embedding.word_embeddings.weight"}
     accepts_loss_kwargs = True  # `Trainer` then passes `num_items_in_batch`
@@ -48,7 +48,7 @@ class KerpleForCausalLM(KerplePreTrainedModel, GenerationMixin):
     def create_masks_for_generate(
         attention_mask: Tensor | None, past_key_values: Cache, **others: Any
     ) -> Tensor | None:
-        """Return the mask in a static cache's length, so that one graph serves each new token."""
+        """Pad the mask to the length of a static cache, so that all steps use the same graph."""
         if attention_mask is None:
             return None
         length: Any = getattr(past_key_values.layers[0], "max_cache_len")  # noqa: B009
@@ -81,12 +81,12 @@ class KerpleForCausalLM(KerplePreTrainedModel, GenerationMixin):
         max_length_k: int | None = None,
         seq_idx: Tensor | None = None,
     ) -> CausalLMOutputWithPast:
-        """Return the logits of the new tokens, and their loss if there are labels.
+        """Return the logits of the new tokens, and the loss if `labels` are given.
 
         `KerpleModel.forward` describes the other arguments.
 
         Args:
-            labels: The new tokens, or -100 for tokens without a loss, [B, T].
+            labels: The ids of the new tokens, or -100 for tokens without a loss, [batch, tokens].
             logits_to_keep: The number of last tokens whose logits are returned, or the indices of
                 the tokens. 0 means all tokens.
             num_items_in_batch: The number by which the sum of losses is divided. None means the

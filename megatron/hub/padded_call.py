@@ -35,12 +35,12 @@ BLOCK = 128
 
 @dataclass(frozen=True)
 class PaddedCall(Call):
-    """The arguments of attention for texts that may be padded or packed.
+    """The arguments of attention for B texts that may be padded, or packed into one row.
 
     Attributes:
-        columns_T: The column of each query, which is the index of its own key.
-        first_BT: The first column that each query may see because of padding and documents. None
-            if there are neither.
+        columns_T: For each of T queries, the index of its own key in the row of all keys.
+        first_BT: For each query, the index of the first key that it may see. Keys before it are
+            padding or belong to other documents. None if there are no such keys.
         vectors: The bias vectors that layers share in a pass without gradients.
     """
 
@@ -63,7 +63,7 @@ class PaddedCall(Call):
         return self.first_BT
 
     def positions(self) -> Tensor:
-        """Return the position of each query in its document, [B, T]. Padding does not count."""
+        """Return the position of each query in its document, [B, T]. Padding is not counted."""
         positions_BT = self.absolute_positions()
         if self.first_BT is None:
             return positions_BT
@@ -71,11 +71,11 @@ class PaddedCall(Call):
 
 
 def attend_as(name: str, module: nn.Module, call: PaddedCall, offset: int | None) -> Tensor:
-    """Return the attention output [B, H, T, E], computed by the implementation `name`.
+    """Return the attention output [B texts, H heads, T queries, E] of the implementation `name`.
 
     Args:
         module: The attention layer.
-        offset: The column of the first query. None if only the device knows it.
+        offset: The index of the first query's own key. None if it exists only on the device.
 
     Raises:
         ValueError: The implementation would leave out the positional embedding.
@@ -90,7 +90,10 @@ def attend_as(name: str, module: nn.Module, call: PaddedCall, offset: int | None
 
 
 def probabilities(call: PaddedCall) -> Tensor:
-    """Return the attention probabilities [B, H, T, S], as the output for one-hot values."""
+    """Return the attention probabilities [B texts, H heads, T queries, S keys].
+
+    They are the output of attention to values that are one-hot vectors.
+    """
     shape = (*call.k_BKSE.shape[:2], call.end, call.end)
     v_BKSS = torch.eye(call.end, device=call.q_BHTE.device).expand(shape)
     with torch.autocast(call.q_BHTE.device.type, enabled=False):
@@ -124,8 +127,8 @@ def _in_blocks(module: Any, call: PaddedCall, simple: Call, plain: bool) -> Tens
     Args:
         module: The attention layer.
         call: The arguments of the layer.
-        simple: The lowered call, with the heads of the keys.
-        plain: Whether there are no gradients to compute, no decay and no sink.
+        simple: The result of `lowered(call, grouped=True)`. Keys may have fewer heads than queries.
+        plain: Whether attention has no decay and no sink, and needs no gradients.
     """
     vector = _vector(module, simple, call.vectors) if plain else None
     if vector is not None:
@@ -140,7 +143,7 @@ _outside_of_graphs = torch._disable_dynamo(_in_blocks)  # pyright: ignore[report
 
 
 def _vector(module: Any, simple: Call, known: dict) -> DistanceVector | None:
-    """Return the bias and the window as a vector over distances, or None if a vector cannot."""
+    """Return the bias and the window as a vector over distances, or None if this is impossible."""
     columns = module.columns
     key = module.pos, columns.start, columns.stop, module.window, simple.q_BHTE.device
     if key not in known:
@@ -152,7 +155,10 @@ def _vector(module: Any, simple: Call, known: dict) -> DistanceVector | None:
 
 
 def _by_torch(module: nn.Module, call: Call, vector: DistanceVector) -> Tensor:
-    """Compute attention with masks that are views of `vector`; queries are in reversed order."""
+    """Compute attention with torch's SDPA, with masks that are views of `vector`.
+
+    Such a view is a mask only if the queries are in reversed order, so each block is flipped.
+    """
     dtype = torch.promote_types(call.q_BHTE.dtype, torch.float32)
     q_BHTE, k_BKSE, v_BKSE = (x.to(dtype) for x in (call.q_BHTE, call.k_BKSE, call.v_BKSE))
     starts_BT, parts = call.query_starts(), []

@@ -79,7 +79,7 @@ def read_weights(folder: Path, layout: Mapping[str, Parts]) -> dict[str, Tensor]
     """Read our weights from the safetensors of `folder`.
 
     Args:
-        layout: For each of our weights, by name: the tensors of the files that it consists of.
+        layout: Maps the name of each of our weights to its tensors in the files.
 
     Raises:
         HubError: A file is missing or damaged, or the tensors are not those of the model.
@@ -147,7 +147,7 @@ def _open(folder: Path) -> dict[str, Any]:
 
 
 def _files(folder: Path) -> dict[Path, set[str]]:
-    """Return a dict from each file to the names of the tensors to read from it.
+    """Return a dict from the path of each weights file to the names of its tensors to read.
 
     An empty set of names means all tensors of the file.
     """

@@ -29,10 +29,10 @@ from megatron.positional import PositionalEmbedding
 
 @dataclass(frozen=True)
 class Parts:
-    """The parts of one of our tensors: the tensors in transformers that correspond to it.
+    """The tensors in transformers that correspond to one tensor of this project (its parts).
 
-    For each head, our tensor has the head's rows of part 1, then the head's rows of part 2, and so
-    on. A single part has our tensor's values.
+    For each head, this project's tensor has the head's rows of part 1, then the head's rows of part
+    2, and so on. A single part has the same values as this project's tensor.
 
     Attributes:
         names: The names of the parts.
@@ -40,8 +40,8 @@ class Parts:
         rows: The number of rows of each part per head.
         columns: The sizes of all dimensions after the rows.
         transposed: Whether the stored matrices are transposed.
-        turning: The number of dimensions of each head that rotate in pairs of neighbours; 0 if the
-            order of dimensions is ours.
+        turning: The number of dimensions of each head that transformers rotates in pairs of
+            neighbours. 0 if the order of dimensions is the same as in this project.
     """
 
     names: tuple[str, ...]
@@ -70,7 +70,7 @@ class Parts:
         return torch.cat(grouped, dim=1).flatten(0, 1)
 
     def split(self, tensor: Tensor) -> list[Tensor]:
-        """Return the parts of our tensor. This method is the inverse of `join`."""
+        """Return the parts of this project's tensor. This method is the inverse of `join`."""
         grouped = list(tensor.unflatten(0, (self.heads, -1)).split(self.rows, dim=1))
         grouped[:2] = (_turned(part, 2, self.turning // 2) for part in grouped[:2])
         parts = [part.flatten(0, 1) for part in grouped]
@@ -81,10 +81,10 @@ class Parts:
 
 
 def _turned(rows: Tensor, pairs: int, of: int) -> Tensor:
-    """Read the first pairs * of rows of each head as a table [pairs, of], and transpose it.
+    """Transpose the first (pairs * of) rows of each head, read as a table [pairs, of].
 
     Args:
-        rows: The rows of all heads [heads, rows of a head, ...].
+        rows: The rows of all heads, [heads, rows per head, ...].
     """
     turning = rows[:, : pairs * of].unflatten(1, (pairs, of)).transpose(1, 2).flatten(1, 2)
     return torch.cat((turning, rows[:, pairs * of :]), dim=1) if pairs * of else rows

@@ -17,8 +17,9 @@ from torch.utils._pytree import tree_leaves
 class LiveBytes(TorchDispatchMode):
     """A context manager that counts the bytes of tensors that its `with` block creates on a device.
 
-    A tensor from outside counts as soon as the block creates a view of it. A storage that several
-    tensors share counts once. Memory that an operation frees before it returns is not counted.
+    A tensor from outside is counted as soon as the block creates a view of it. A storage that
+    several tensors share is counted once. Memory that an operation frees before it returns is not
+    counted.
 
     Args:
         device_type: The type of the device, such as "meta".

@@ -53,11 +53,11 @@ def peak_of(config: Config, vocab_size: int, device_type: str = "cuda") -> tuple
 
     Args:
         vocab_size: The size of the tokenizer's vocabulary, before padding.
-        device_type: "cuda" or "cpu", which decides the attention backend.
+        device_type: "cuda" or "cpu". The attention backend depends on it.
 
     Returns:
-        (step, memory), where `step` describes a training step of this rank, and `memory` maps each
-        kind of memory to its bytes at the peak.
+        (step, memory) of this rank. `step` describes its training step. `memory` maps each kind of
+        memory to its bytes at the peak.
     """
     stages = {0, config.parallel.pipe_parallel_size - 1}
     steps = [measured_step(config, vocab_size, stage, device_type) for stage in stages]
@@ -66,7 +66,7 @@ def peak_of(config: Config, vocab_size: int, device_type: str = "cuda") -> tuple
 
 
 def _moments(config: Config, step: Step, device_type: str) -> Iterator[Memory]:
-    """Yield a dict from kind of memory to bytes, for each moment at which a rank's memory may peak.
+    """Yield a rank's memory, as a dict from kind to bytes, at each moment when it may peak.
 
     Args:
         step: A training step of this rank, from `measured_step`.

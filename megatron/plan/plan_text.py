@@ -128,10 +128,10 @@ def _time_lines(config: Config, flop: float, rate: float, price: float | None) -
 def _fitting(
     config: Config, load: Callable[..., Config], usable: float, vocab_size: int
 ) -> Iterator[str]:
-    """Yield a line for each set of config overrides with which the run fits on the GPU.
+    """Yield a line for each set of config overrides that makes the run fit on the GPU.
 
-    A line has the overrides and the memory that the run then needs. The fastest overrides come
-    first. The value of `train_batch_size` stays the same.
+    A line contains the overrides and the memory that the run needs with them. The fastest overrides
+    come first. The value of `train_batch_size` stays the same.
 
     Args:
         load: A function from overrides to the changed config.
@@ -153,7 +153,7 @@ def _fitting(
 
 
 def _candidates(config: Config) -> Iterator[list[str]]:
-    """Yield overrides that need less memory: first small changes, then other parallel layouts."""
+    """Yield config overrides that need less memory: first small changes, then other layouts."""
     p, micro = config.parallel, config.batch.train_micro_batch_size_per_gpu
     less = [] if config.model.checkpoint_activations else ["checkpoint_activations=true"]
     if less:

@@ -69,7 +69,7 @@ class Step:
         moments: Pairs (complete, bytes), in the order of time. `complete` is the number of
             parameter elements with a complete gradient. `bytes` is the peak size of all tensors
             since the previous pair, without weights and gradients.
-        left: The bytes of activations that still exist when the optimizer takes its step.
+        left: The bytes of activations that still exist during the optimizer's step.
         sent: Maps the name of a process group, such as `tensor`, to the bytes that this rank sends
             in the group per micro-batch.
     """
@@ -88,13 +88,13 @@ class Step:
 
 
 def measured_step(config: Config, vocab_size: int, stage: int, device_type: str = "cuda") -> Step:
-    """Return the memory and communication of a rank of the pipeline stage `stage`.
+    """Return the memory and communication of a training step on one rank of pipeline stage `stage`.
 
-    The rank is the first of its tensor- and context-parallel groups.
+    The rank is the first rank of its tensor-parallel and context-parallel groups.
 
     Args:
         vocab_size: The size of the tokenizer's vocabulary, before padding.
-        device_type: "cuda" or "cpu", which decides the attention backend.
+        device_type: "cuda" or "cpu". The attention backend depends on it.
     """
     p, b, stages = config.parallel, config.batch, config.parallel.pipe_parallel_size
     sizes = {"tensor": p.model_parallel_size, "context": p.context_parallel_size}

@@ -17,19 +17,21 @@ from megatron.positional import load
 
 
 class Fading(Hook):
-    """A hook that fades rotary angles over the first `steps` steps of a run.
+    """A hook that reduces the angles of rotary embeddings to 0 over the first `steps` steps.
 
-    The factor depends on the number of the step alone, so a resumed run goes on where it was.
+    In step n = 1, 2, ..., the angles are multiplied by 1 - (n - 1) / `steps`. This factor depends
+    only on n, so a resumed run continues the schedule.
 
     Args:
-        model: This rank's part of the model that is trained.
+        model: This rank's part of the trained model.
+        steps: The number of steps until the angles are 0.
     """
 
     def __init__(self, model: nn.Module, steps: int):
         self.model, self.steps = model, steps
 
     def begin(self, step: int) -> None:
-        """Fade as in step `step`, for a validation of this step that was still due."""
+        """Use the angles of step `step`, for a validation after this step that is still due."""
         self.before_step(max(step, 1))
 
     def before_step(self, number: int) -> None:
@@ -37,10 +39,10 @@ class Fading(Hook):
 
 
 def fade(model: nn.Module, factor: float) -> None:
-    """Rotate queries and keys by `factor` times their angles, in layers without a rotary embedding.
+    """Rotate queries and keys by scaled rotary angles in all layers without a rotary embedding.
 
     Args:
-        factor: Values of 0 and below switch the rotation off.
+        factor: The factor on the angles. 0 or a negative number means no rotation.
     """
     rotary = load("rotary").scaled(factor) if factor > 0 else None
     for module in model.modules():

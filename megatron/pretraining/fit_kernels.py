@@ -30,11 +30,16 @@ from megatron.positional import PositionalEmbedding, PositionalError, bounds
 
 
 def fit_added(old: GPT, change: ChangedPositions, inputs_BT: Tensor) -> dict[int, Tensor]:
-    """Return the fitted values [H] of the added columns of theta, by their index in theta.
+    """Fit the kernels of an added positional embedding to the logits of the dropped embeddings.
 
     Args:
-        old: The model with the old positions and all heads.
-        inputs_BT: The tokens of the text.
+        old: The model with its old positional embeddings and all heads.
+        change: The old and the new positional embeddings.
+        inputs_BT: The tokens of the text on which `old` computes queries and keys.
+
+    Returns:
+        A dict from the index of each added column of theta (the learned parameters of the new
+        embedding) to the column's fitted values [heads].
 
     Raises:
         PositionalError: The change of positions is not of the kind that can be fitted.
@@ -99,11 +104,13 @@ def fit(term: PositionalEmbedding, y_HD: Tensor) -> Tensor:
 
 
 def mean_products(attention: SelfAttention, pos: PositionalEmbedding, x_BTD: Tensor) -> Tensor:
-    """Return the mean of scale (q_i . k_(i-d)) over i, fp64 [H, D].
+    """Return the mean attention logit at each distance, fp64 [H heads, distances].
+
+    At distance d, this is the mean of scale * (q_i . k_(i-d)) over all queries i.
 
     Args:
         pos: The embedding that rotates queries and keys.
-        x_BTD: The input of the attention.
+        x_BTD: The input of the attention layer, [batch, positions, features].
     """
     s, length = attention.shape, x_BTD.shape[1]
     q_BHTE, k_BHTE, _ = attention.queries_keys_values(x_BTD)

@@ -71,9 +71,11 @@ _SECRETS = [re.compile(pattern) for pattern in (
 def record_start(
     folder: Path, groups: Groups, run: RunDescription, start: Start, say: Callable[[str], None]
 ) -> None:
-    """Add this start to `run.json` in `folder`. Every rank must call this function.
+    """Append a record of this start of the run to `folder/run.json`.
 
-    If the file is damaged or cannot be written, the function says so and returns.
+    The record contains the command, the code, the data, the machines and the versions of all
+    packages. If the file is damaged or cannot be written, print the reason and return. Every rank
+    must call this function.
 
     Args:
         run: The description of the run, which its checkpoints record.
@@ -111,7 +113,7 @@ def record_start(
 
 
 def without_secrets(text: str) -> str:
-    """Return `text` with `***` in the place of each secret."""
+    """Return `text` with each secret, such as a password, replaced by `***`."""
     secrets = [value for name, value in os.environ.items() if _SECRET_NAME.search(name)]
     for secret in sorted(secrets, key=len, reverse=True):  # one may be a part of another
         text = text.replace(secret, "***") if len(secret) >= 8 else text
@@ -121,7 +123,7 @@ def without_secrets(text: str) -> str:
 
 
 def _masked(value: Any) -> Any:
-    """Return `value` with `without_secrets` of each string in its dicts and lists."""
+    """Return a copy of `value` with the secrets removed from all strings in its dicts and lists."""
     if isinstance(value, dict):
         return {_masked(key): _masked(each) for key, each in value.items()}
     if isinstance(value, list | tuple):
@@ -145,10 +147,10 @@ def _machine(device: torch.device) -> str:
 
 
 def code_of(root: Path) -> tuple[dict[str, Any], str]:
-    """Return facts about the code in the folder `root`, and its difference to the commit.
+    """Return (facts about the code in the folder `root`, patch from its git commit).
 
-    The commit or the patch is None, and `why` says the reason, if the folder is no checkout of git
-    or git does not answer within `DEADLINE` seconds in all.
+    If git cannot be asked, the commit or the patch in the facts is None, and `why` has the reason.
+    This happens if `root` is no git checkout, or git needs more than `DEADLINE` seconds in total.
     """
     until = time.monotonic() + DEADLINE
     about: dict[str, Any] = {"version": __version__, "fingerprint": fingerprint()}

@@ -104,7 +104,7 @@ def _command(data: DataConfig) -> str:
 
 
 def _disk(config: Config, save: Path) -> Finding:
-    """Return whether the disk is too small for the checkpoints, and a line about their size."""
+    """Return (whether the disk is too small for the checkpoints, a line about their size)."""
     m, c, steps = config.model, config.checkpoint, config.training.train_iters
     each = 16 if config.training.precision == "fp32" else 14  # weights, master, two moments
     size = each * (m.block_parameters + 2 * _VOCABULARY * m.hidden_size) / 1e9

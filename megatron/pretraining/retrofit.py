@@ -49,13 +49,13 @@ MOST_SAMPLES, MOST_PRODUCTS, MOST_ON_CPU = 16, 10**14, 10**12
 
 @dataclass(frozen=True)
 class Retrofit:
-    """A change of positions at the start of a run.
+    """A change of a model's positional embeddings at the start of fine-tuning.
 
     Attributes:
         config: The config of the run.
-        source: The same config with the positions of the checkpoint.
-        saved: The checkpoint.
-        change: What is kept, added and dropped.
+        source: The same config with the positional embeddings of the checkpoint.
+        saved: The checkpoint from which the run starts.
+        change: The old and the new positional embeddings.
     """
 
     config: Config
@@ -64,12 +64,13 @@ class Retrofit:
     change: ChangedPositions
 
     def measure(self, model: Model, data: JobData, groups: Groups) -> str:
-        """Fit theta if the config asks for it, and return lines with the losses of both models.
+        """Return lines for the log with the loss before and after the change of embeddings.
 
+        If the config sets `retrofit_init: fit`, also fit the parameters of the added embeddings.
         Every rank must call this method.
 
         Args:
-            model: This rank's part of the new model. Its added theta is set to the fitted values.
+            model: This rank's part of the new model. The added parameters get the fitted values.
 
         Raises:
             PositionalError: The positions cannot be fitted.
@@ -93,11 +94,13 @@ class Retrofit:
     def _compare(
         self, inputs: Tensor, targets: Tensor, data: JobData, most: int
     ) -> tuple[dict[int, Tensor], str]:
-        """Return the fitted columns of theta, and lines with the losses of both models.
+        """Return (fitted columns of theta by index, lines with the losses of both models).
+
+        Theta contains the learned parameters of the positional embeddings.
 
         Args:
-            most: The most samples for which the losses are computed. If it is 0, no model is built,
-                unless the config asks for a fit, which needs one.
+            most: The maximum number of samples for which losses are computed. If it is 0 and the
+                config does not ask for a fit, no model is built.
         """
         fits, fitted, texts = self.config.checkpoint.retrofit_init == "fit", {}, []
         precision = DTYPES[self.config.training.precision]
@@ -144,19 +147,19 @@ class Retrofit:
 
 
 def retrofit_of(config: Config, start: Start, new: PositionalEmbedding) -> Retrofit | None:
-    """Return the change of positions that a run with `finetune` starts with.
+    """Return the change of positional embeddings between a checkpoint and a run with `finetune`.
 
-    The result is None if the run resumes, if its model has the checkpoint's positions, or if the
-    checkpoint records no positions.
+    The result is None if the run resumes, if the embeddings are the same, or if the checkpoint does
+    not record its embeddings.
 
     Args:
-        start: Where the run starts.
+        start: The starting point of the run.
         new: The positional embedding of the run's model.
 
     Raises:
-        CheckpointError: The config sets `retrofit_anneal`, and no rotary embedding can fade; or the
-            positions or windows differ and the config does not name the key; or a run that resumes
-            before its last faded step has another `retrofit_anneal`.
+        CheckpointError: The config sets `retrofit_anneal`, but there is no rotary embedding to
+            fade. Or the config changes `pos_emb` or `sliding_window_width` without setting the key.
+            Or the run resumes during the fading with another `retrofit_anneal`.
     """
     saved, c, layers = start.saved, config.checkpoint, config.model.num_layers
     if saved is not None and start.resumes:
@@ -197,7 +200,7 @@ def retrofit_of(config: Config, start: Start, new: PositionalEmbedding) -> Retro
 
 
 def _source(config: Config, saved: Saved) -> Config:
-    """Return `config` with the positions that a checkpoint records, if it records any."""
+    """Return `config` with the positional settings that the checkpoint records, if any."""
     recorded = {}
     if saved.kind is not Kind.PUBLISHED:
         known = saved.record.config | saved.record.model

@@ -12,9 +12,10 @@ from megatron.engine.training.hooks import Hook, Step
 
 
 class Validation(Hook):
-    """Logs the metrics of the validations during training.
+    """A hook that runs the validations during training and logs their metrics.
 
-    If a job ends before a validation is complete, the resumed run validates before its first step.
+    If a job ends before a validation is complete, the resumed run repeats the validation before its
+    first step.
 
     Args:
         measure: A function from step to the validation's metrics. If `measure` raises
@@ -31,7 +32,7 @@ class Validation(Hook):
         return {"owes_validation": True} if self._owed else {}
 
     def begin(self, step: int) -> None:
-        """Validate now if the checkpoint was saved before the validation of its step.
+        """Run the validation after `step` if the checkpoint was saved before this validation.
 
         Raises:
             Leave: The job ends before the validation is complete.
@@ -56,7 +57,7 @@ class Validation(Hook):
 
 
 def is_owed(state: Mapping[str, Any]) -> bool:
-    """Return whether the validation of a checkpoint's step is still to be done.
+    """Return whether the validation after a checkpoint's step was still due when the job ended.
 
     Args:
         state: The state of all hooks in the checkpoint.

@@ -23,12 +23,12 @@ The root of a broadcast may stand in another line of code than the other ranks.
 
 @dataclass(eq=False)
 class Strand:
-    """One thread of one rank.
+    """One thread of one rank, with its collectives, sends and receives.
 
     Attributes:
-        events: Its events in order.
+        events: The events of the thread, in order.
         end: How the rank ended, for error messages.
-        done: The number of events that have found their partners.
+        done: The number of events that are matched with the events of other ranks.
     """
 
     rank: int
@@ -38,18 +38,19 @@ class Strand:
 
     @property
     def event(self) -> Event | None:
-        """The event in which the thread waits; None after its last event."""
+        """The first event that is not matched yet; None if all events are matched."""
         return self.events[self.done] if self.done < len(self.events) else None
 
 
 def unmatched(strands: Sequence[Strand], members: Mapping[str, Sequence[int]]) -> str:
-    """Return a text about the first event that has no partner, or "" if all events have partners.
+    """Return an error text if an event has no matching event on another rank, otherwise "".
 
-    Two threads of a rank that use the same group are an error, too, because their order is open.
+    It is also an error if two threads of a rank use the same process group, because the order of
+    their events is then undefined.
 
     Args:
         strands: Every thread of every rank.
-        members: Maps the text of a group to its ranks.
+        members: Maps the text of a process group to its ranks.
     """
     users: dict[tuple[int, str], Strand] = {}
     for strand, group in ((each, event.group) for each in strands for event in each.events):
@@ -80,7 +81,7 @@ def unmatched(strands: Sequence[Strand], members: Mapping[str, Sequence[int]]) -
 def _place(
     event: Event, rank: int, members: Mapping[str, Sequence[int]]
 ) -> tuple[tuple, Sequence[int]]:
-    """Return where the event of `rank` takes place, and the ranks that meet there."""
+    """Return (key that matching events share, ranks that must take part) for an event of `rank`."""
     if event.op not in MESSAGES:
         return (event.group,), members[event.group]
     assert event.peer is not None
@@ -89,7 +90,7 @@ def _place(
 
 
 def _difference(met: Iterable[Strand]) -> str:
-    """Return how the events of ranks that meet differ, or "" if they fit together."""
+    """Return a text with the differences between events that should match, or "" if they match."""
     kinds: dict[tuple, list[tuple[int, Event]]] = defaultdict(list)
     for strand in met:
         event = strand.event

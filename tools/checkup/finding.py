@@ -11,11 +11,11 @@ OK, WARNING, PROBLEM = "ok", "warning", "problem"
 
 @dataclass(frozen=True)
 class Finding:
-    """One line of the report.
+    """The result of one check of the machine or the job.
 
     Attributes:
         level: `ok`, `warning` or `problem`.
-        remedy: One line that says how to solve the problem. It is "" at the level `ok`.
+        remedy: One line that says how to solve the problem; "" if `level` is `ok`.
     """
 
     level: str

@@ -33,8 +33,8 @@ def resources(cubin: bytes) -> tuple[int, int]:
 def special_functions(ptx: str) -> int:
     """Return the largest number of special functions that a thread computes in one loop iteration.
 
-    Special functions are log2, exp2, 1/x and the like. Among nested loops, only the innermost with
-    special functions counts.
+    Special functions are log2, exp2, 1/x and the like. Of nested loops, only the innermost loop
+    that contains special functions is counted.
     """
     labels, costs, lines = {}, {}, ptx.splitlines()
     for n, line in enumerate(lines):

@@ -39,9 +39,10 @@ from tools.experiments.results import Frame
 
 @dataclass(frozen=True)
 class Verdict:
-    """The result of a test of one part of a claim.
+    """The statistical result for one part of a claim.
 
-    The claim compares two sides. Each side has one value for each seed.
+    A claim compares a metric of two sides, such as two embeddings. Each side has one value for each
+    seed.
 
     Attributes:
         seeds: The number of seeds for which both sides have values.
@@ -103,7 +104,7 @@ def p_value(a: np.ndarray, b: np.ndarray, claim: str, margin: float = 0.0) -> fl
 
     Args:
         a: The values of side A, or their logarithms if ratios are compared, [seeds].
-        b: The same for side B, in the same order of seeds.
+        b: The values of side B in the same form, with the seeds in the same order.
         claim: `below`, `above`, `within`, `equal` or `differs`, as the module docstring defines.
         margin: The margin of the claim, as a difference of values in `a` and `b`. It is not
             negative.
@@ -184,8 +185,8 @@ def _side(results: Frame, names: Mapping[str, str]) -> Frame:
     """Return the values of one side of a claim, indexed by seed.
 
     Args:
-        names: The rows of `results` that form the side: its value on each axis of the grid, and the
-            `length`.
+        names: The side's value on each axis of the grid, and its `length`. They select rows of
+            `results`.
     """
     for key in names.keys() - {"length"}:
         results = results[results[key] == names[key]]

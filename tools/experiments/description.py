@@ -42,10 +42,10 @@ class Endpoint(_Strict):
         of: The first side: the name of a value for each axis, and a `length`.
         than: The second side. It needs only the entries that differ from those of `of`.
             `length: best` selects the length at which the side's mean over seeds is best.
-        by: The margin of the claim, in percent. For shares of right answers, in percentage points.
-        relative_to: Entries that replace those of each side to name its reference. Then the claim
-            compares how each side differs from its reference. For example, `{length: 128}` compares
-            changes from length 128 on. If empty, the claim compares the sides' own values.
+        by: The margin of the claim in percent; in percentage points for shares of right answers.
+        relative_to: If it is not empty, the claim compares how much each side differs from its
+            reference. The reference of a side is the same side, but with the entries given here.
+            For example, `{length: 128}` compares the changes from length 128 to a side's length.
         text: The claim in words, for reports. If empty, the words are generated.
     """
 
@@ -106,5 +106,5 @@ def values_of(about: Description, axis: str) -> dict[str, Value]:
 
 
 def sides(endpoint: Endpoint) -> tuple[dict[str, str], dict[str, str]]:
-    """Return the two sides of a claim, each as a dict from axis, or `length`, to a value."""
+    """Return the two sides of a claim, as dicts from axis name (or `length`) to value."""
     return endpoint.of, endpoint.of | endpoint.than

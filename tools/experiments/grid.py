@@ -51,7 +51,7 @@ Fault = tuple[tuple[str | int, ...], str]
 
 @dataclass(frozen=True)
 class Cell:
-    """One run of a grid: its configuration, and its run folder.
+    """One training run of a grid, with its configuration and its run folder.
 
     Attributes:
         name: The cell's values on the axes and its seed, such as `github-kerple_log-1235`.
@@ -78,7 +78,7 @@ class Cell:
 
 @dataclass(frozen=True)
 class Grid:
-    """A grid file, its variables, and its cells."""
+    """A set of training runs (cells) that a grid file describes."""
 
     path: Path
     about: Description
@@ -93,7 +93,7 @@ class Grid:
 
 
 def read_grid(path: Path, given: Mapping[str, str] | None = None) -> Grid:
-    """Read a grid file. The configurations of its cells are not loaded.
+    """Read a grid file, which describes a set of training runs. Do not load their configurations.
 
     Args:
         given: Values that replace those of the file's `variables`.

@@ -19,7 +19,7 @@ from megatron.files import write_text
 
 
 def recall_document(rng: random.Random) -> str:
-    """Return a document of one of the two kinds."""
+    """Return a random document: names with numbers that recur, or a list of words that recurs."""
     count = round(2 ** rng.uniform(2, 7))
     words = [
         "".join(rng.choices(string.ascii_lowercase, k=rng.randint(2, 6))) for _ in range(count)

@@ -41,10 +41,10 @@ reads exactly W tokens before each scored token, and over the windowed twin.
 
 
 def of_grid(grid: Grid) -> tuple[Frame, list[str]]:
-    """Return (table of the results of all finished cells, remarks).
+    """Return (table of the results of all finished cells, remarks). A cell is one run of a grid.
 
-    The table has a column for each axis of the grid. Each cell that is left out gets a remark. So
-    does each cell in the table that is stale (see `state_of`).
+    The table has a column for each axis of the grid. There is a remark for each cell that is left
+    out, and for each cell whose results are stale (see `state_of`).
     """
     parts, remarks, codes = [], [], {}
     for cell in grid.cells:

@@ -43,7 +43,7 @@ class _Running:
 
 
 def start(command: Sequence[str], log: IO[bytes], environ: dict[str, str]) -> Any:
-    """Start a cell's process. Ctrl-C in the terminal is sent only to the sweep."""
+    """Start a process in its own session, so that Ctrl-C in the terminal does not end it."""
     return subprocess.Popen(
         command,
         stdin=subprocess.DEVNULL,
@@ -55,7 +55,7 @@ def start(command: Sequence[str], log: IO[bytes], environ: dict[str, str]) -> An
 
 
 def command_of(cell: Cell) -> list[str]:
-    """Return the command that trains and evaluates a cell."""
+    """Return the command that trains and evaluates a cell (one run of a grid)."""
     ranks = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={cell.processes}"]
     options = [text for override in cell.overrides for text in ("-o", override)]
     launcher = ranks if cell.processes > 1 else []
@@ -63,7 +63,7 @@ def command_of(cell: Cell) -> list[str]:
 
 
 class Runner:
-    """Runs cells, several at a time.
+    """Runs the cells (training runs) of a grid, several at a time.
 
     Args:
         devices: One value of CUDA_VISIBLE_DEVICES for each cell that may run at the same time. The
@@ -89,7 +89,7 @@ class Runner:
         self.signals = 0
 
     def receive(self, *_: object) -> None:
-        """Handle a signal: let every cell save and end, or kill them at the second signal."""
+        """Handle a signal: let all runs save and end, or kill them at the second signal."""
         self.signals += 1
         for each in self._running:
             if self.signals > 1:
@@ -98,9 +98,9 @@ class Runner:
                 each.process.send_signal(signal.SIGTERM)
 
     def run(self, cells: Sequence[Cell]) -> None:
-        """Run the cells until all have ended.
+        """Run the cells (training runs) until all have ended.
 
-        After a signal, start no further cells, and return when the running ones have ended.
+        After a signal, start no further cells, and return when the running cells have ended.
         """
         waiting, begun, reported = deque(cells), time.monotonic(), time.monotonic()
         self._total, self._work, self._ended = len(cells), float(len(cells)), 0.0
@@ -142,13 +142,13 @@ class Runner:
         self._changed()
 
     def _launch(self, cell: Cell, record: Record, given: dict[str, str], lease: ExitStack) -> None:
-        """Start the process of a cell.
+        """Start the process of a cell (one run of a grid).
 
         Args:
             record: The content of the new `cell.json`.
             given: Environment variables for the process.
-            lease: The exit stack that releases the run folder. Its content moves to the list of
-                running cells.
+            lease: The exit stack that releases the run folder. Its callbacks are moved to the
+                entry in the list of running cells.
         """
         if earlier := Record.read(cell.folder):
             record.seconds = earlier.seconds
@@ -185,7 +185,7 @@ class Runner:
         self._changed()
 
     def _judge(self, each: _Running) -> None:
-        """Print how the process of a cell ended, and write this into the cell's record."""
+        """Print how the process of a run ended, and write this into the run's record."""
         cell, record = each.cell, each.record
         record.seconds += time.monotonic() - each.begun
         code = each.process.returncode
@@ -213,7 +213,7 @@ class Runner:
         self._say(f"{cell.name}: FAILED: {why}")
 
     def _progress(self, begun: float, waiting: int) -> str:
-        """Return a line with the number of ended cells and an estimate of the time left."""
+        """Return a line with the number of ended runs and an estimate of the time left."""
         done = self._ended + sum(share_done(each.cell) - each.before for each in self._running)
         passed = time.monotonic() - begun
         left = clock(passed * max(0.0, self._work - done) / done) if done > 0 else "unknown"

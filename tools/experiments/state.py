@@ -43,7 +43,7 @@ State = Literal["new", "running", "cut off", "failed", "finished", "stale"]
 
 @dataclass
 class Record:
-    """The content of `cell.json`: the inputs of a cell's run, and how the run ended.
+    """The content of `cell.json`: the inputs of a run of a grid, and how the run ended.
 
     Attributes:
         config: The resolved configuration without the folders of the run.
@@ -126,7 +126,10 @@ def text_of(config: Config) -> str:
 
 
 def state_of(cell: Cell) -> tuple[State, str]:
-    """Return (state of a cell, explanation). The explanation may be empty."""
+    """Return (state of a cell, explanation). A cell is one run of a grid.
+
+    The explanation may be empty.
+    """
     record = Record.read(cell.folder)
     if record is None:
         if RunFolder(cell.folder).latest.exists():
@@ -160,7 +163,7 @@ def state_of(cell: Cell) -> tuple[State, str]:
 
 
 def is_complete(folder: Path, record: Record) -> bool:
-    """Return whether the run of a cell took its last step and measured all lengths."""
+    """Return whether a run took its last step and measured all lengths."""
     step = RunFolder(folder).newest_step()
     return step >= record.config["train_iters"] and not why_not_measured(folder, record)
 
@@ -210,7 +213,7 @@ def read_table(path: Path) -> Frame:
 
 
 def share_done(cell: Cell) -> float:
-    """Return the share of training steps that the run of a cell has taken, from 0 to 1."""
+    """Return the share of its training steps that a run of a grid has taken, from 0 to 1."""
     record = Record.read(cell.folder)
     steps = record.config.get("train_iters") if record else None
     if not isinstance(steps, int) or steps < 1:
@@ -222,9 +225,9 @@ def share_done(cell: Cell) -> float:
 
 
 def write_index(cells: Sequence[Cell], runs: Path) -> pd.DataFrame:
-    """Write `cells.csv` into the folder `runs`, and return its table.
+    """Write a table of all runs of a grid to `cells.csv` in the folder `runs`. Return the table.
 
-    Each row has a cell's state, run folder, wall time, machine and versions.
+    Each row has a run's state, run folder, wall time, machine and versions.
     """
     rows = []
     for cell in cells:

@@ -42,7 +42,7 @@ def _reached(root: Path) -> set[str]:
 
 
 def _targets(page: Path) -> list[Path]:
-    """Return the files that a page links to. MkDocs itself reports links that lead to no file."""
+    """Return the files that a page links to. Links to missing files are left to MkDocs."""
     links = _LINK.findall(page.read_text("utf-8"))
     targets = [(page.parent / link).resolve() for link in links if "://" not in link]
     return [target for target in targets if target.is_file()]

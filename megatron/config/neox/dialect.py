@@ -66,7 +66,7 @@ def _by_key(settings: Settings) -> dict[str, Given]:
 
 
 def _sort_keys(by_key: dict[str, Given], out: Translation) -> dict[str, Given]:
-    """Translate every key that has a meaning by itself, and return the other known keys.
+    """Translate every key that can be translated alone, and return the other known keys.
 
     Values, notes and problems of the translated keys are added to `out`.
     """

@@ -88,7 +88,7 @@ def read_intervals(others: dict[str, Given], out: Translation) -> None:
 
 
 def _is_sane(value: Any) -> bool:
-    """Return whether the value is a number within ±1e18, so that arithmetic with it cannot fail."""
+    """Return whether the value is a number from -1e18 to 1e18. Arithmetic with it cannot fail."""
     return is_number(value) and abs(value) < 1e18
 
 
@@ -110,8 +110,8 @@ def read_width(others: dict[str, Given], out: Translation) -> None:
 def read_vocabulary(out: Translation) -> None:
     """Make `make_vocab_size_divisible_by` a multiple of `model_parallel_size`.
 
-    The new value is the least common multiple of both values. If the new value differs from the
-    old one, add a note to `out`.
+    The new value is the least common multiple of these two keys' values. If the new value differs
+    from the old one, add a note to `out`.
     """
     key = "make_vocab_size_divisible_by"
     ranks, given = out.given.get("model_parallel_size"), out.given.get(key)
@@ -167,7 +167,7 @@ def read_attention(others: dict[str, Given], out: Translation) -> None:
 
 
 def note_dape(out: Translation) -> None:
-    """Add a note if `pos_emb` is `kerple`, which is what DAPE's code calls `kerple_log`.
+    """Add a note if `pos_emb` is `kerple`, the name of `kerple_log` in DAPE's code.
 
     The note warns that DAPE trains separate parameters in each layer, whereas here all layers share
     the parameters by default.

@@ -23,7 +23,7 @@ _LEAVE = "leave it out"
 
 @dataclass(frozen=True)
 class Refusal:
-    """Why a config key is refused, and which of its values are accepted nevertheless.
+    """The reason why a config key is refused, and the values of the key that are still accepted.
 
     Attributes:
         reason: Why the key is refused.

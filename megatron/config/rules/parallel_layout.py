@@ -29,7 +29,7 @@ def factors(values: Values) -> str:
 def derive_data_parallel_size(values: Values) -> Iterator[Found]:
     """Set `data_parallel_size` in `values`. If that is impossible, yield the reason.
 
-    The number of processes must be a multiple of the product of the other degrees of parallelism.
+    The product of the other degrees of parallelism must divide the number of processes.
     """
     values.pop("data_parallel_size", None)  # the default
     if any(name not in values for name in _DEGREES):

@@ -33,7 +33,7 @@ def relation(*names: str, unset: bool = False) -> Callable[[Relation], Relation]
 def broken(values: Values) -> Iterator[Found]:
     """Yield (field name, error message) for each rule that `values` break.
 
-    A rule is skipped if `values` lack one of its fields.
+    A rule is skipped if one of its fields is not in `values`.
     """
     for names, unset, check in _RELATIONS:
         given = [values[name] for name in names if name in values]

@@ -160,7 +160,10 @@ def find_corpus(name: str, others: tuple[str, ...] = ()) -> Corpus:
 
 
 def alternatives(name: str, corpus: Corpus) -> str:
-    """List other ways to get a corpus, one per line, for users whose download failed."""
+    """Return a text that lists other ways to get a corpus, one per line.
+
+    A failed download shows this text.
+    """
     ways = [f"a copy you have: prepare_data.py {name} --input FILE"]
     ways += [f"an address that has it: prepare_data.py {name} --mirror URL_OF_ITS_FOLDER"]
     for hub in corpus.hubs:

@@ -91,8 +91,8 @@ def check(file: RemoteFile, mirror: str | None = None) -> Iterator[tuple[str, bo
         mirror: The address of a folder that contains the file. It is checked first.
 
     Yields:
-        (address, found, text), where `found` is whether the server has the file, and `text` is the
-        size or the error that the server reported.
+        (address, found, text) for each address. `found` is true if the server has the file. `text`
+        is the size or the error that the server reported.
     """
     for url in _addresses(file, mirror):
         try:
@@ -142,10 +142,10 @@ def _from_address(url: str, file: RemoteFile, path: Path) -> str:
 
 
 def _complete(url: str, file: RemoteFile, part: Path, version: Path) -> None:
-    """Download a file into `part`, and try again if the connection breaks.
+    """Download a file into `part`. If the connection breaks, try again.
 
-    Stop after `_ATTEMPTS` attempts in a row that gave no new byte. After an HTTP error status, stop
-    at once.
+    Give up after `_ATTEMPTS` attempts in a row without a new byte. Give up at once after an HTTP
+    error status.
 
     Args:
         url: The address of the file.
@@ -171,7 +171,7 @@ def _complete(url: str, file: RemoteFile, part: Path, version: Path) -> None:
 
 
 def _append(url: str, file: RemoteFile, part: Path, version: Path) -> int | None:
-    """Request the bytes that `part` still lacks, and append these bytes to `part`.
+    """Request the rest of a partly downloaded file, and append it to `part`.
 
     If the server now has another version of the file, download the complete file again.
 

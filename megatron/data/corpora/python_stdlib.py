@@ -58,10 +58,10 @@ _REVISION = 2  # increase it when other files are selected, so that shards are m
 def resolve_data_path(
     data_path: str | tuple[str, ...] | None, data_dir: str | os.PathLike, tokenizer: Tokenizer
 ) -> str | tuple[str, ...]:
-    """Return `data_path`, or for "builtin:NAME" the prefix of the token shard of the corpus NAME.
+    """Return `data_path` unchanged, unless it has the form "builtin:NAME".
 
-    The prefix is the path of the shard without .bin or .idx. If the shard does not exist, create it
-    first.
+    For "builtin:NAME", return the path of the built-in corpus's token shard without .bin or .idx.
+    If this shard does not exist, create it first.
 
     Raises:
         CorpusError: `data_path` is None, or there is no built-in corpus NAME.
@@ -76,8 +76,8 @@ def resolve_data_path(
 def prepare_builtin(name: str, data_dir: str | os.PathLike, tokenizer: Tokenizer) -> str:
     """Tokenise the built-in corpus `name` into `data_dir`, unless its token shard exists.
 
-    If several processes call this function at once, one process does the work and shows a progress
-    bar, and the others wait.
+    If several processes call this function at once, one process writes the shard and shows a
+    progress bar. The other processes wait.
 
     Returns:
         The path of the shard without .bin or .idx.

@@ -27,7 +27,7 @@ _FIRST = 1_000_000  # the number of the first file; readers sort names, so 10 mu
 
 
 class ArchiveWriter(AbstractContextManager["ArchiveWriter"]):
-    """A writer of an archive of `lm_dataformat`. The archive appears complete or not at all.
+    """A writer of an `lm_dataformat` archive. An incomplete archive never has the final name.
 
     The writer fills the hidden folder `.NAME.part` beside `folder`, where NAME is the name of
     `folder`. `finalize` renames the hidden folder to `folder`. A killed process leaves the hidden
@@ -58,11 +58,13 @@ class ArchiveWriter(AbstractContextManager["ArchiveWriter"]):
         self._files = self._added = 0
 
     def holds(self, files: int) -> bool:
-        """Return whether an earlier run left at least `files` complete files."""
+        """Return whether the unfinished archive has at least `files` complete files."""
         return len(self._complete_files()) >= files
 
     def rewind(self, files: int) -> None:
-        """Keep the first `files` files of an earlier run, remove the others, and continue writing.
+        """Continue the unfinished archive of an earlier run after its first `files` files.
+
+        Later files of the unfinished archive are removed.
 
         Raises:
             CorpusError: Another process is writing this archive, or its folder cannot be made.

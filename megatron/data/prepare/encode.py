@@ -57,10 +57,8 @@ class Encoded:
 
     Attributes:
         source, number, position: Copied from the `Chunk`.
-        sizes: One int32 array for each of `EncodeOptions.keys`: the number of tokens in each
-            document.
-        tokens: One array for each of `EncodeOptions.keys`: the tokens of all documents, one
-            document after the other.
+        sizes: For each of `EncodeOptions.keys`, the number of tokens in each document, int32.
+        tokens: For each of `EncodeOptions.keys`, the concatenated tokens of all documents.
         counts: Maps each name in `CHUNK_COUNTS`, such as "documents", to the count for this chunk.
         faults: A printable text for each faulty record, with the record's place and the reason.
         documents: The pair (text, meta data) of each document of the first key. Empty if the

@@ -24,7 +24,7 @@ from megatron.data.shards.format import shard_path
 
 @dataclass
 class State:
-    """What the journal stores about a run, so that a later run can continue it.
+    """The progress of a preparation run, as its journal stores it.
 
     Attributes:
         counts: Maps each name in `encode.CHUNK_COUNTS` to the total of all chunks written.
@@ -46,9 +46,9 @@ class State:
 
     @property
     def kept(self) -> list:
-        """For each writer, the arguments of the writer's method `rewind` that resume the run.
+        """The arguments of the method `rewind` for each writer of the resumed run.
 
-        The writers of the shards come first, and the writer of the archive is last.
+        The writers of the shards come first. The writer of the archive is last.
         """
         return [*self.written, [self.archive]]
 
@@ -58,8 +58,8 @@ class Journal:
 
     Args:
         prefix: The path of the shards without suffix. The journal is the file PREFIX.journal.
-        job: A JSON object that identifies the run. A run can continue another run only if both have
-            equal jobs.
+        job: A JSON object that identifies the run. A run can continue an earlier run only if this
+            object is the same.
         seconds: The time between two updates of the journal.
 
     Attributes:

@@ -135,7 +135,7 @@ def record_chunks(
 
 
 def _json_value(value: Any) -> Any:
-    """Return a JSON value in place of `value`, which JSON cannot express.
+    """Convert `value`, which has no JSON type, to a JSON value.
 
     Bytes become text, and any other value becomes a dict.
     """

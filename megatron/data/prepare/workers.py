@@ -83,8 +83,8 @@ class Workers:
         Call this method only once in a `with` block.
 
         Raises:
-            CorpusError: A worker died while it had an item. The results of all earlier items are
-                yielded first.
+            CorpusError: A worker died while it processed an item. The results of all earlier items
+                are yielded first.
             Exception: `function` raised this error for an item. The results of all earlier items
                 are yielded first.
         """

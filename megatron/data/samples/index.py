@@ -60,7 +60,7 @@ class SampleIndex:
 
 
 def num_epochs(tokens_per_epoch: int, seq_length: int, num_samples: int) -> int:
-    """Return the fewest epochs whose tokens give at least `num_samples` samples."""
+    """Return the smallest number of epochs that contain at least `num_samples` samples."""
     return max(1, -(-(num_samples * seq_length + 1) // tokens_per_epoch))
 
 
@@ -123,7 +123,7 @@ def sample_idx_dtype(num_built: int, num_places: int) -> type:
 def cut_samples(
     sizes: np.ndarray, doc_idx: np.ndarray, seq_length: int, total_tokens: int
 ) -> np.ndarray:
-    """Cut the concatenated documents at every `seq_length`-th token, and return where the cuts are.
+    """Return where the concatenated documents are cut into samples of `seq_length` inputs.
 
     Args:
         sizes: The number of tokens in each document of the shards.

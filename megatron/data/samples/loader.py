@@ -103,11 +103,11 @@ class TrainLoader:
 def sample_counts(
     train_iters: int, eval_interval: int, eval_iters: int, train_batch_size: int
 ) -> tuple[int, int, int]:
-    """Return the numbers of samples for which GPT-NeoX builds the train, valid and test indices.
+    """Return the minimum numbers of samples in GPT-NeoX's train, valid and test indices.
 
     The training index is built for `train_iters` batches. The validation index is built for one
     evaluation every `eval_interval` iterations and one at the end. The test index is built for one
-    evaluation. An evaluation takes `eval_iters` batches.
+    evaluation. Each evaluation reads `eval_iters` batches.
     """
     evaluations = train_iters // eval_interval + 1
     return (
@@ -128,8 +128,8 @@ def published_start(
         valid   (iteration * loader.micro_steps // eval_interval) * eval_iters
         test    0
 
-    For train and valid, this number is taken modulo the number of complete micro-steps in the data
-    set. GPT-NeoX's formula for valid is correct only if `loader.micro_steps` is 1.
+    For train and valid, this number is reduced modulo the number of complete micro-steps in the
+    data set. GPT-NeoX's formula for valid is correct only if `loader.micro_steps` is 1.
 
     Args:
         split: "train", "valid" or "test".

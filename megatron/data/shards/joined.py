@@ -51,9 +51,14 @@ def find_prefixes(data_path: DataPath) -> list[str]:
 
 
 def _check_all_partitions(pattern: str, prefixes: list[str]) -> None:
-    """Check that `prefixes` name either all or none of the partitions of a preparation run.
+    """Check that no partition of a preparation run is missing in `prefixes`.
 
-    Each process of `prepare_data.py --partition I/N` writes the shard of one partition.
+    Each process of `prepare_data.py --partition I/N` writes the shard of one partition. If
+    `prefixes` name one partition of a run, they must name all partitions of this run.
+
+    Args:
+        pattern: The glob pattern that `prefixes` match, for the error message.
+        prefixes: The paths of the shards, without .bin or .idx.
 
     Raises:
         ShardError: A partition is missing.

@@ -78,7 +78,7 @@ class ShardWriter(AbstractContextManager["ShardWriter"]):
             self._close()
 
     def holds(self, documents: int, tokens: int) -> bool:
-        """Return whether the .part files of an earlier writer hold at least `documents` documents.
+        """Return whether an earlier writer's .part files contain at least `documents` documents.
 
         Call `rewind` with the same arguments only if the result is True.
 

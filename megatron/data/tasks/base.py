@@ -37,7 +37,7 @@ def option(default: int | bool, least: int = 1) -> Any:
 
     Args:
         default: The default value of the option.
-        least: The smallest value that a user may give, if the option is a whole number.
+        least: The smallest allowed value of an option that is a whole number.
     """
     return field(default=default, metadata={"least": least})
 

@@ -62,7 +62,7 @@ class TaskSamples(Samples):
 
 
 def examples_at(task: Task, length: int, count: int) -> np.ndarray:
-    """Return `count` examples of one length, which are the same in every run.
+    """Return `count` examples of the given length. Every run gets the same examples.
 
     A token of the answer is stored as its id, and any other token as ~id, which is negative.
 

@@ -28,7 +28,7 @@ class _Rearranged(Task):
 
     @abstractmethod
     def rearranged(self, drawn: list[int]) -> list[int]:
-        """Return the answer to `drawn`, a row of symbols."""
+        """Return the symbols of the answer to the question `drawn`, a row of symbols."""
 
 
 @dataclass(frozen=True)

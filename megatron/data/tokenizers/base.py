@@ -79,9 +79,9 @@ class Tokenizer(ABC):
 
     @abstractmethod
     def _content(self) -> bytes:
-        """Return bytes that identify this tokenizer among the tokenizers of its type.
+        """Return bytes that distinguish this tokenizer from other tokenizers of the same type.
 
-        Two tokenizers return the same bytes only if they give the same ids to every text.
+        Two tokenizers that encode some text differently return different bytes.
         """
 
     @cached_property
@@ -124,7 +124,7 @@ class Tokenizer(ABC):
         The number is 0 for the end-of-document token.
 
         Args:
-            ids: Consecutive tokens, [..., n]. The first token is taken to be in the middle of a
+            ids: Consecutive tokens, [..., n]. The first token is assumed to lie in the middle of a
                 document.
 
         Raises:
@@ -188,7 +188,7 @@ def check_utf8(texts: Sequence[str]) -> None:
 
 @contextmanager
 def fault_in_file(message: str) -> Iterator[None]:
-    """Turn any error of the `with` block, which reads a tokenizer's file, into a TokenizerError."""
+    """Turn any error of a `with` block that reads a tokenizer's file into a TokenizerError."""
     try:
         yield
     except BaseException as error:  # Rust's panics are no Exceptions

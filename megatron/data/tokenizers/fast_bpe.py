@@ -58,7 +58,7 @@ DIFFICULT_TEXTS = (
 
 
 def choose(backend: str, gpt2_merges: bool) -> str:
-    """Return `backend` itself, or the name of the library to use if `backend` is "auto".
+    """Return the name of the library that encodes: `backend`, or the best library for "auto".
 
     Args:
         backend: One of `BACKENDS`.

@@ -105,7 +105,7 @@ class Saver:
         self._warn_if_slow(seconds)
 
     def check(self) -> None:
-        """Print how long the last save of the saver's thread took, once after the save has ended.
+        """If the saver's thread has completed a save since the last call, print how long it took.
 
         Raises:
             CheckpointError: The thread could not write the checkpoint.
@@ -198,7 +198,7 @@ class Collector(TorchCheckpointEngine):
 
 
 class Buffer:
-    """A block of memory that is allocated once, and then holds one checkpoint after another.
+    """A block of memory for a copy of a checkpoint. All checkpoints of a run use the same block.
 
     Args:
         size: The number of bytes of the block.

@@ -63,8 +63,8 @@ def describe_files(folder: Path, groups: Groups) -> dict[str, list[int]]:
 def damage(folder: Path, groups: Groups, skipped: str = "") -> str | None:
     """Return a text that names a damaged file and its damage, or None if all files are intact.
 
-    If several files are damaged, the text describes the one whose path sorts first. Every rank must
-    call this function, and every rank gets the same result.
+    If several files are damaged, the text describes the file whose path sorts first. Every rank
+    must call this function, and every rank gets the same result.
 
     Args:
         folder: The folder of one checkpoint.

@@ -42,7 +42,7 @@ def choose_start(
     Args:
         train_samples: The number of samples for which this run's training index is built. The index
             determines the order of the training samples.
-        allow_fallback: Whether to skip damaged checkpoints and take the newest intact one.
+        allow_fallback: Whether to skip damaged checkpoints, and start from the newest intact one.
 
     Raises:
         CheckpointError: A checkpoint is damaged, there is no checkpoint to evaluate, or this run
@@ -74,13 +74,13 @@ def choose_start(
 def usable(folder: Path, groups: Groups, *, allow_fallback: bool) -> tuple[Saved | None, str]:
     """Return the checkpoint to start from, and a text that names damaged files.
 
-    The checkpoint is the one that `folder/latest` names, or `folder` itself if `folder` is a
+    The file `folder/latest` names the checkpoint. If `folder` is itself a checkpoint, return that
     checkpoint. The result is (None, "") if `folder` has no checkpoint. The text is "" if no damage
     was found. Every rank must call this function.
 
     Args:
-        allow_fallback: Whether to skip a damaged checkpoint. The newest intact checkpoint of an
-            earlier step is then taken. If there is none, the newest of a later step is taken.
+        allow_fallback: Whether to skip a damaged checkpoint. If so, return the newest intact
+            checkpoint of an earlier step or, if there is none, of a later step.
 
     Raises:
         CheckpointError: The checkpoint is damaged or, with `allow_fallback`, `folder` has no intact

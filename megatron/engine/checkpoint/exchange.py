@@ -68,7 +68,7 @@ def export_checkpoint(source: Path, target: Path, *, parts: int | None = None) -
     """Convert the newest checkpoint of the run folder `source` to GPT-NeoX's published layout.
 
     Args:
-        parts: The number of tensor-parallel ranks of the new checkpoint; None takes the number with
+        parts: The number of tensor-parallel ranks of the new checkpoint; None means the number with
             which `source` was trained.
 
     Returns:

@@ -124,9 +124,8 @@ def full_shapes(model: nn.Module, groups: Groups | None) -> dict[str, torch.Size
 def fill(model: nn.Module, weights: Mapping[str, Tensor]) -> None:
     """Copy this tensor-parallel rank's slice of each unsharded weight into `model`.
 
-    Parameters that `weights` lacks keep their values.
-
-    Call this function before a DeepSpeed engine is built from `model`.
+    A parameter without an entry in `weights` keeps its value. Call this function before a DeepSpeed
+    engine is built from `model`.
     """
     for name, param in model.named_parameters():
         if name in weights:

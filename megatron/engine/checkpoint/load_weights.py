@@ -44,8 +44,8 @@ def load_weights(
             than `run.model`. None skips this comparison.
         groups: The job's process groups. They are required if the model is sharded, and every rank
             must then call this function.
-        change: The change of positional embeddings, if `model` has others than the checkpoint.
-            Weights of embeddings that the model lacks are then left out.
+        change: The old and new positional embeddings, if `model` has others than the checkpoint.
+            Weights of embeddings that `model` does not have are then ignored.
 
     Returns:
         Lines to print for the user.
@@ -105,11 +105,14 @@ def _free(change: ChangedPositions | None) -> tuple[str, ...]:
 def _without_replaced(
     shapes: dict[str, tuple[int, ...]], weights: Weights, change: ChangedPositions
 ) -> tuple[dict[str, tuple[int, ...]], Weights]:
-    """Remove from `weights` the weights of positions that are not copied whole.
+    """Remove theta, and position weights that the model does not have, from `weights`.
+
+    Theta contains the learned parameters of the positional embedding. It is copied later, column by
+    column, because the positional embedding changes.
 
     Returns:
-        The shapes of the model's parameters without those that are not in the checkpoint or not
-        copied whole, and the removed weights.
+        (shapes, removed weights). `shapes` describes the model's parameters that are copied whole.
+        Theta is left out, and position weights that the checkpoint does not have.
     """
     partly = {
         name
@@ -172,7 +175,7 @@ def _merged_for_another_residual(saved: Saved, gpt_j_residual: bool) -> list[str
 
 
 def _differences(weights: Weights, shapes: dict[str, tuple[int, ...]]) -> list[str]:
-    """Return one line for each stored weight that the model lacks, or has in another shape."""
+    """Return one line for each stored weight that is missing in the model or differs in shape."""
     return [
         f"{name}: not in this model"
         if name not in shapes

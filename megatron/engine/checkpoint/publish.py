@@ -77,9 +77,9 @@ def new_folder(path: Path) -> Iterator[Path]:
 
 @contextmanager
 def new_checkpoint(folder: Path, tag: str) -> Iterator[Path]:
-    """Yield an empty folder; after the `with` block, `publish` renames the folder to `folder/tag`.
+    """Yield an empty folder for a checkpoint. After the `with` block, rename it to `folder/tag`.
 
-    After an error in the block, the yielded folder is not renamed.
+    If the block raises an error, the yielded folder is not renamed.
 
     Raises:
         CheckpointError: `folder/tag` exists already, or another process writes into `folder`.
@@ -192,7 +192,7 @@ def remove_unfinished(folder: Path) -> list[str]:
 
 
 def why_not_written(folder: Path, error: Exception) -> str:
-    """Return why a write into `folder` failed, and how much space is free on the folder's disk."""
+    """Return a text: why a write into `folder` failed, and the free space on the folder's disk."""
     why = str(error) or type(error).__name__
     if re.search("inline_container|PytorchStreamWriter|iostream", why):
         why = "a file could not be written to its end"  # torch reports only byte counts

@@ -80,7 +80,7 @@ def conversion_info(run: RunDescription) -> dict[str, Any]:
 
 
 def why_not_resumed(old: Mapping[str, Any], new: Mapping[str, Any]) -> str | None:
-    """Return why a run of layout `old` cannot be resumed in layout `new`; None if it can be."""
+    """Return why a run cannot resume with the parallel layout `new` instead of `old`, or None."""
     fixed = [key for key in new if key not in FREE and old.get(key) != new[key]]
     if fixed:
         changes = ", ".join(f"{key} {old.get(key)!r} to {new[key]!r}" for key in fixed)
@@ -186,9 +186,9 @@ def _complete_weights(folder: Path, record: Record, cuts: Mapping[str, Any]) -> 
 
 
 def _complete_counters(folder: Path) -> None:
-    """Replace the files `*_model_states.pt` by two copies of the first one, without its weights.
+    """Replace the files `*_model_states.pt` by two files that contain only the run's counters.
 
-    The copies hold the counters of the run.
+    The counters are copied from the first of these files.
     """
     stored = sorted(folder.glob("*mp_rank_*_model_states.pt"))
     counters = safe_load(stored[0], mmap=False)

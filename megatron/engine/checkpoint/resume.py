@@ -69,7 +69,7 @@ class Start:
         """Load the weights of `saved` into the model, unless `finish` will load them later.
 
         Args:
-            change: The change of positional embeddings, if the model has others than `saved`.
+            change: The old and new positional embeddings, if `model` has others than `saved`.
         """
         if self.saved is not None and not self.resumes:
             notes = load_weights(model, self.saved, run, groups, change)

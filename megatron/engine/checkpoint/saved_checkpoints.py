@@ -127,7 +127,7 @@ class Saved:
     def imported_tensors(self) -> tuple[dict[str, Tensor], dict[str, list[Tensor]]]:
         """Return the dictionaries `buffers` and `shards` that an import from GPT-NeoX stored.
 
-        The class `Published` describes both. For other checkpoints, both are empty.
+        The class `Published` describes these dictionaries. For other checkpoints, they are empty.
         """
         if self.kind is not Kind.IMPORTED or self.record.imported is None:
             return {}, {}

@@ -195,7 +195,7 @@ def lost_contact(error: BaseException | None) -> bool:
 
 
 def _report(failure: Failure, lost: bool, causes: list[Failure]) -> None:
-    """Report `failure` to the other ranks through the job's store. If there is no store, print it.
+    """Report `failure` to the other ranks through the job's store. Without a store, print it.
 
     Args:
         lost: Whether the failure is only a lost connection to another process.

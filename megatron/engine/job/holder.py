@@ -22,7 +22,8 @@ JOB_VARIABLES = ("SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID", "JOB_ID")
 class Holder:
     """The process that holds a lease, as the lease's file describes it.
 
-    Leases that earlier versions of this project wrote lack `folder`.
+    A lease is a file that reserves a run folder for one process. A lease that an earlier version
+    of this project wrote does not record `folder`.
     """
 
     pid: Annotated[int, Field(ge=1, lt=1 << 31)]
@@ -38,7 +39,7 @@ _HOLDER = TypeAdapter(Holder)
 
 
 def describe_process() -> dict[str, Any]:
-    """Return the description of this process for its lease."""
+    """Return the description of this process that is stored in its lease (see `Holder`)."""
     return {
         "pid": os.getpid(),
         "host": socket.gethostname(),

@@ -66,7 +66,7 @@ def join_job(*, backend: str | None = None, verbose: bool = False) -> Groups:
     Without those variables, this process becomes a job of one process.
 
     Args:
-        backend: "nccl" or "gloo"; None takes nccl on CUDA and gloo elsewhere.
+        backend: "nccl" or "gloo"; None means nccl on CUDA and gloo elsewhere.
         verbose: Whether DeepSpeed prints its log messages.
 
     Raises:

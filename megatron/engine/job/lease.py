@@ -51,7 +51,7 @@ Confirm = Callable[[], None]
 
 
 def unleased() -> None:
-    """Do nothing. This `Confirm` function is for folders that need no lease or are only read."""
+    """Do nothing. Use this `Confirm` function for a folder that needs no lease."""
 
 
 @contextmanager
@@ -195,8 +195,8 @@ def _wait_for_end(path: Path, content: str, key: str, deadline: float) -> None:
         deadline: The time (of `time.monotonic`) at which to give up.
 
     Raises:
-        CheckpointError: The holder has sent a heartbeat during the wait, or its process still
-            exists LIFETIME seconds after the last heartbeat, or the deadline has passed.
+        CheckpointError: The holder has sent a heartbeat during the wait. Or the holder's process
+            still exists LIFETIME seconds after the last heartbeat. Or the deadline has passed.
     """
     first, begun = None, time.monotonic()
     # The file server sets the times of this file and of the lease by the same clock.

@@ -83,7 +83,8 @@ def positions(num_layers: int, tied: bool) -> list[int]:
 def rule(name: str, *, geglu: bool, summed: bool, row_output: bool) -> str:
     """Return the rule by which a tensor's tensor-parallel shards are merged into one tensor.
 
-    The rule is "rows", "columns", "halves", "replicated" or "summed" (see the module docstring).
+    The rules are "rows", "columns", "halves", "replicated" and "summed". The module's docstring
+    describes them.
 
     Args:
         name: GPT-NeoX's name of the tensor.

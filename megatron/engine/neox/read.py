@@ -183,7 +183,10 @@ def _shards_by_position(states: dict, out: Published) -> dict[int, list[dict[str
 
 @contextmanager
 def _collected(problems: list[str], where: str) -> Iterator[None]:
-    """If the `with` block raises an error, add its text to `problems` instead of raising it."""
+    """Add the text of an error of the `with` block to `problems`, and suppress the error.
+
+    Only ValueError, RuntimeError and CheckpointError are suppressed.
+    """
     try:
         yield
     except (ValueError, RuntimeError, CheckpointError) as error:

@@ -109,8 +109,8 @@ class RunLog:
     def line(self, text: str) -> None:
         """Print one line on stdout and append it to `log.txt`.
 
-        If stdout is a file on a full disk, the line is lost. The same holds for `log.txt`. If
-        stdout is `log.txt` itself, as in a cell of a sweep, the line is there once.
+        A full disk raises no error, and the line is then missing in the file. If stdout is itself
+        redirected to `log.txt`, as in a sweep, the line is written only once.
         """
         if not self.is_main:
             return
@@ -162,7 +162,7 @@ class RunLog:
             self.line(text)
 
     def pictures(self, step: int, folder: Path, pattern: str = "*.png") -> None:
-        """Show the PNG files in `folder`, drawn after `step`, in TensorBoard and wandb."""
+        """Show the PNG files in `folder` in TensorBoard and wandb, as pictures of step `step`."""
         for path in sorted(folder.glob(pattern)) if self._sinks else ():
             self._send("picture", step, path)
 
@@ -224,7 +224,7 @@ class RunLog:
     def _append(self, path: Path, row: str = "") -> bool:
         """Append `row` to the file `path`, or flush the file to disk if `row` is "".
 
-        Return whether the write succeeded. If not, the next call writes the same rows first.
+        Return whether the write succeeded. If it failed, the next call first writes these rows.
         """
         rows = [*self._unwritten, row] if row else self._unwritten
         try:

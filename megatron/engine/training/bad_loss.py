@@ -69,7 +69,7 @@ class LossGuard(Hook):
             engine.optimizer.check_grad_overflow = True  # pyright: ignore[reportAttributeAccessIssue, reportOptionalMemberAccess]
 
     def changed_loss(self, loss: torch.Tensor, mean: torch.Tensor) -> torch.Tensor:
-        """Return NaN instead of `loss` if the step is bad and its update is to be skipped.
+        """Return NaN if the step is bad and its update must be skipped, otherwise `loss`.
 
         Args:
             loss: The loss of the step's last micro-batch.
@@ -157,7 +157,7 @@ class LossGuard(Hook):
 def explained_overflow(engine: deepspeed.DeepSpeedEngine, step: int) -> Iterator[None]:
     """Raise an error if fp16 gradients overflow although the loss scale is at its minimum.
 
-    The `with` block takes one training step.
+    The `with` block must contain one training step.
 
     Args:
         step: The number of the step, for the error message.

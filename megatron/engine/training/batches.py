@@ -27,14 +27,16 @@ class Counting:
     per_token: bool = False
 
     def pair(self, tokens_BS: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the inputs and the targets of sequences, both [B, S - 1]."""
+        """Return (inputs, targets), both [B, S - 1], of B sequences with S tokens each."""
         inputs, targets = inputs_and_targets(tokens_BS)
         if self.uncounted_after is not None:
             targets = targets.masked_fill(inputs == self.uncounted_after, UNCOUNTED)
         return inputs, targets
 
     def divisor(self, arrays: Sequence[np.ndarray], groups: Groups) -> torch.Tensor:
-        """Return the number of targets that count, averaged over the micro-batches of all ranks.
+        """Return the number of counted targets, averaged over the micro-batches of all ranks.
+
+        A target is counted if its loss is a part of the step's loss.
 
         Args:
             arrays: This rank's micro-batches of one step.

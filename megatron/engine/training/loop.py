@@ -107,8 +107,8 @@ class TrainingLoop:
     def run(self, batches: TrainLoader, first_step: int) -> None:
         """Take the steps after `first_step`, up to step `train_iters`.
 
-        The loop ends earlier after a step that is a multiple of `exit_interval`, or when a signal
-        or the time limit ends the job (see `preemption`).
+        The loop ends earlier after a step that is a multiple of `exit_interval`. It also ends
+        earlier if a signal or the time limit ends the job (see `preemption`).
 
         Args:
             batches: This rank's micro-batches of B sequences with T targets, int64 [B, T + 1].

@@ -43,8 +43,11 @@ def orthogonal(matrix: Tensor) -> Tensor:
     """Return roughly U V^T for a matrix with the singular value decomposition U S V^T.
 
     The singular values of the result lie between 0.5 and 1.5. The result is computed in the dtype
-    of the matrix by five Newton-Schulz iterations X <- a X + b (X X^T) X + c (X X^T)^2 X, with the
-    constants a, b and c of Jordan et al. (kellerjordan.github.io/posts/muon).
+    of the matrix by five Newton-Schulz iterations
+
+        X <- a X + b (X X^T) X + c (X X^T)^2 X.
+
+    The constants a, b and c are those of Jordan et al. (kellerjordan.github.io/posts/muon).
     """
     if matrix.shape[0] > matrix.shape[1]:
         return orthogonal(matrix.T).T

@@ -29,8 +29,8 @@ APEX_ADAM = ("apex.optimizers", "FusedAdam", "amp_C")
 def optimizer_kind(name: str, precision: str, zero_stage: int) -> tuple[str, str]:
     """Return (kind of optimizer to build, remark for the log).
 
-    For `fusedadam`, the kind is apex's FusedAdam if it can be used, otherwise torch's fused Adam,
-    and the remark says which one. For other names, the kind is `name` and the remark is "".
+    For `fusedadam`, the kind is apex's FusedAdam if it can be used, otherwise torch's fused Adam.
+    The remark names this choice. For other names, the kind is `name` and the remark is "".
 
     Args:
         name: The config's `optimizer.type`.
@@ -151,7 +151,7 @@ def all_finite(model: nn.Module, groups: Groups) -> bool:
 
 
 def _local_elements(parameter: nn.Parameter, groups: Groups) -> torch.Tensor:
-    """Return this rank's elements of `parameter`: a slice under ZeRO-3, otherwise all of them."""
+    """Return the elements of `parameter` that this rank stores: under ZeRO-3 a slice, else all."""
     piece = getattr(parameter, "ds_tensor", None)
     if piece is None:
         return parameter

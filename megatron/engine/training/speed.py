@@ -94,9 +94,12 @@ def keys_per_query(config: Config, corpora: Corpora = ()) -> float:
 
 
 def _pieces(documents: np.ndarray, length: int) -> np.ndarray:
-    """Return the lengths of the pieces of documents that are cut into sequences of `length` tokens.
+    """Cut concatenated documents into sequences of `length` tokens, and return the piece lengths.
 
-    `documents` holds the lengths of the documents, which follow each other without gaps.
+    A piece is the part of one document that lies in one sequence.
+
+    Args:
+        documents: The length of each document in tokens.
     """
     ends = documents.cumsum(dtype=np.int64)
     cuts = np.union1d(ends, np.arange(length, ends[-1], length))

@@ -59,7 +59,8 @@ class StepLog(Hook):
     def after_step(self, step: Step) -> None:
         """Add the step to the mean loss. After every `log_interval` steps, write a log line.
 
-        The loss is checked before each log line, and loss and weights before each checkpoint.
+        The loss must be finite at each log line. The loss and all weights must be finite at each
+        checkpoint.
 
         Raises:
             BadLossError: The loss or a weight is not finite.

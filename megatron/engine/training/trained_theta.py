@@ -87,7 +87,7 @@ class TrainedTheta:
             self._projected.append(bounded_HN)
 
     def columns(self) -> dict[str, Tensor]:
-        """Return theta of all heads, as a dict from parameter names to tensors.
+        """Return theta (the trained parameters) of all heads, as a dict from name to tensor.
 
         The values are those after the last call of `project`. The dict is empty on a rank without
         theta, and before the first call of `project`.

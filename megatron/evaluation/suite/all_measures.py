@@ -118,8 +118,8 @@ def measure_all(
     """Return the results of all measures. Every rank must call this function.
 
     Args:
-        judge: The model that chooses the key tokens: tokens that it predicts better with long
-            context. With None, the measured model chooses them itself.
+        judge: The model that chooses the key tokens. It chooses those tokens that it predicts
+            better with long context. None means the measured model.
     """
 
     def passes(of: Subject) -> tuple[np.ndarray, np.ndarray]:

@@ -45,8 +45,11 @@ def windowed_twin(sample: Sample, full_nT: np.ndarray, twin_nT: np.ndarray) -> M
 def exact_context(subject: Subject, sample: Sample, full_nT: np.ndarray) -> Measure:
     """Measure how much lower the loss is with the full context than with exactly W tokens.
 
-    W is the training length. The scored tokens have more than W tokens before them, and stand at
-    equal distances. The control reads each of them after exactly W tokens.
+    W is the training length. The scored tokens stand at equal distances in each sequence, after
+    more than W tokens. Each is scored twice: in the full sequence, and after exactly W tokens.
+
+    Args:
+        full_nT: The loss of each target with the full context, in nats [n, T].
     """
     title, name = "Gain over exactly the training length", "exact_context"
     window = sample.train_length
@@ -69,9 +72,11 @@ def exact_context(subject: Subject, sample: Sample, full_nT: np.ndarray) -> Meas
 def far_swap(subject: Subject, sample: Sample, full_nT: np.ndarray) -> Measure:
     """Measure how the loss of the last tokens changes when the far text is replaced.
 
-    The last `sample.tail` tokens of each sequence are scored. The text directly before them is
-    kept: as many tokens as the training length. All earlier text is replaced by text of another
-    document.
+    The last `sample.tail` tokens of each sequence are scored. The W tokens before them are kept,
+    where W is the training length. All earlier text is replaced by text of another document.
+
+    Args:
+        full_nT: The loss of each target in the unchanged sequences, in nats [n, T].
     """
     title, name = "Far-swap", "far_swap"
     far = sample.longest + 1 - sample.tail - sample.train_length
@@ -93,9 +98,9 @@ def far_swap(subject: Subject, sample: Sample, full_nT: np.ndarray) -> Measure:
 def receptive_field(subject: Subject, sample: Sample, full_nT: np.ndarray) -> Measure:
     """Measure the loss of the last tokens for several context lengths.
 
-    For each context length c, short sequences are cut out of the text. A scored token has at least
-    c and fewer than 1.25 c tokens before it in its short sequence. The last row of the result is
-    for the whole sequences.
+    For each context length c, short sequences are cut out of the text. A scored token has at
+    least c but fewer than 1.25 c tokens before it in its short sequence. The last row of the result
+    is for the whole sequences.
 
     Args:
         full_nT: The loss of each target in the whole sequences.
@@ -129,10 +134,10 @@ def receptive_field(subject: Subject, sample: Sample, full_nT: np.ndarray) -> Me
 
 
 def field_of(rows: list[Row]) -> int | str:
-    """Return the receptive field in tokens: the shortest context not clearly worse than the best.
+    """Return the receptive field in tokens: the shortest context that is as good as the best one.
 
-    A context is clearly worse if the interval of its loss minus the best lies above 0. Without
-    intervals, the field is "unclear".
+    A context is as good as the best one if the difference of their losses is not surely positive.
+    Return "unclear" if there are no intervals.
 
     Args:
         rows: The rows of the measure `receptive_field`.

@@ -38,13 +38,16 @@ class Estimate:
     documents: int
 
     def effect(self, smallest: float = SMALLEST, *, surely: bool = False) -> str:
-        """Return what the interval says of a gain: "gain", "loss", "none" or "unclear".
+        """Classify a gain by its interval: "gain", "loss", "none" or "unclear".
 
-        It is none if the whole interval lies within `smallest` of 0. Otherwise it is a gain if the
-        interval is above 0, and a loss if it is below. Without an interval, it is unclear.
+            none      the whole interval lies in [-smallest, smallest]
+            gain      the whole interval lies above 0
+            loss      the whole interval lies below 0
+            unclear   otherwise, or without an interval
 
         Args:
-            surely: Whether the whole interval of a gain or loss must be beyond `smallest`.
+            surely: Whether the interval of a gain must lie above `smallest`, instead of 0, and that
+                of a loss below `-smallest`.
         """
         if -smallest <= self.low <= self.high <= smallest:
             return "none"
@@ -70,15 +73,16 @@ def estimate(
 ) -> Estimate:
     """Return the ratio sum(totals) / sum(counts), with its 95% interval.
 
-    The interval comes from a bootstrap over documents. It is NaN for fewer than `FEWEST` documents,
-    unless at least two documents have the same ratio, and none has another.
+    The interval comes from a bootstrap over documents. It is NaN for fewer than `FEWEST` documents.
+    If all documents (at least two) have the same ratio, the interval is this ratio.
 
     Args:
         totals: [n], a total for each of n sequences, such as a sum of losses.
         counts: [n], the divisor of each total, such as a number of tokens. Documents whose counts
             are all 0 are left out.
         documents: [n], the document to which each sequence belongs.
-        comparisons: The number of intervals that must hold together, with 95% (Bonferroni).
+        comparisons: The number of intervals that together cover the true values with 95%
+            probability (Bonferroni).
     """
     level = 1 - (1 - LEVEL / 100) / comparisons
     _, which = np.unique(documents, return_inverse=True)

@@ -17,7 +17,7 @@ KEY_LOSS = 2.0
 def key_tokens(
     sample: Sample, full_nT: np.ndarray, twin_nT: np.ndarray, gain_nT: np.ndarray, judge: str
 ) -> Measure:
-    """Measure the loss on key tokens, those whose prediction gains from long context.
+    """Measure the loss on key tokens: the tokens that are predicted better with long context.
 
     A token is a key token if its `gain_nT` is above `KEY_GAIN` (LongPPL, arXiv 2410.23771). Only
     tokens with more context than the training length can be key tokens.
@@ -25,8 +25,8 @@ def key_tokens(
     Args:
         full_nT, twin_nT: The losses of the measured model, with the full context and with a window
             of the training length.
-        gain_nT: The result of `judged_gain` for the judge, the model that chooses the key tokens.
-        judge: A text for the report that names the judge.
+        gain_nT: The result of `judged_gain` for the model that chooses the key tokens (the judge).
+        judge: The name of the judge in the report.
     """
     name, title, unit = "key_tokens", "Key-token perplexity", "perplexity"
     if sample.longest <= sample.train_length:
@@ -51,9 +51,9 @@ def key_tokens(
 
 
 def judged_gain(full_nT: np.ndarray, twin_nT: np.ndarray) -> np.ndarray:
-    """Return by how much the full context lowers a model's loss of each token, [n, T].
+    """Return how much lower a model's loss of each token is with the full context, [n, T].
 
-    The result is -inf where the loss with the full context is not below `KEY_LOSS`.
+    The result is -inf for a token whose loss with the full context is at least `KEY_LOSS`.
 
     Args:
         full_nT, twin_nT: The model's losses [n, T] with the full context, and with a window of the

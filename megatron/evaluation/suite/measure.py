@@ -88,12 +88,12 @@ class Sample:
 
     @property
     def too_short(self) -> str:
-        """The sentence that a report has in place of results if the sequences are too short."""
+        """The sentence that a report shows instead of results if the sequences are too short."""
         length = self.train_length
         return f"Not measured: {self.longest:,} tokens are too few after training at {length:,}."
 
     def bins(self, first: int) -> list[tuple[int, int]]:
-        """Return bins (c, end) of context lengths. A bin holds the lengths c to end - 1.
+        """Return bins (c, end) of context lengths. A bin contains the lengths c to end - 1.
 
         The first bin begins at `first`. Each bin is twice as wide as the previous one; the last bin
         may be narrower.
@@ -104,7 +104,7 @@ class Sample:
         return list(zip(starts, [*starts[1:], self.longest + 1], strict=True))
 
     def random(self, rng: np.random.Generator, shape: tuple[int, int]) -> np.ndarray:
-        """Return an array of random tokens. All tokens of the text are equally likely."""
+        """Return random tokens, drawn uniformly from the tokens that occur in the text."""
         return rng.choice(np.unique(self.sequences_nT), shape)
 
 
@@ -120,8 +120,8 @@ def read_sample(
     """Cut sequences of the longest length out of the documents that are long enough.
 
     Shorter documents are left out, because a sequence across the end of a document would contain
-    unrelated text. If there are few documents, each gives several sequences. At least 16 sequences
-    are read if the documents have so many.
+    unrelated text. If there are few documents, several sequences are cut out of each. At least 16
+    sequences are read if the documents contain that many.
 
     Args:
         documents: (start, end), the range of documents [start, end).

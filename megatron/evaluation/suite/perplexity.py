@@ -17,8 +17,8 @@ def by_length(
 ) -> Measure:
     """Measure perplexity and bits per byte at each length, on the same text.
 
-    For each length, every sequence is cut into pieces of this length. If a remainder is left, it is
-    at the sequence's start and is not measured.
+    For each length, every sequence is cut into pieces of this length. A remainder at the start of a
+    sequence is not measured.
 
     Args:
         full_nT: The loss of each target, with all earlier tokens of its sequence as context.
@@ -54,7 +54,7 @@ def by_length(
 def by_position(sample: Sample, full_nT: np.ndarray) -> Measure:
     """Measure the loss as a function of context length, the number of tokens before a target.
 
-    The mean loss is taken over the targets in each bin of context lengths (see `Sample.bins`).
+    The loss is averaged over the targets in each bin of context lengths (see `Sample.bins`).
 
     Args:
         full_nT: The loss of each target, with all earlier tokens of its sequence as context.

@@ -22,7 +22,7 @@ class Report:
 
     Attributes:
         title: A text that names the model.
-        about: How the model was measured, as a dict from column name to value. Each CSV file has
+        about: Facts about the measurement, as a dict from column name to value. Each CSV file has
             these columns.
         facts: Names and values of facts about the measured model and text, for the head of the
             page.
@@ -73,7 +73,7 @@ def write_report(report: Report, folder: Path, train_length: int) -> None:
 
 
 def _json(value: Any) -> Any:
-    """Return the value, or None for a number that JSON cannot hold."""
+    """Return `value`, or None for a number that JSON cannot represent (NaN or infinity)."""
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
