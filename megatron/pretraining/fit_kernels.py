@@ -82,7 +82,12 @@ def fit_added(old: GPT, change: ChangedPositions, inputs_BT: Tensor) -> dict[int
 
 
 def fit(term: PositionalEmbedding, y_HD: Tensor) -> Tensor:
-    """Return theta [H, N], with which the bias of `term` is as near as possible to `y_HD`."""
+    """Return the parameters [H, N] whose bias is the least-squares fit to `y_HD`.
+
+    Args:
+        term: The distance kernel whose parameters are fitted.
+        y_HD: The wanted bias of each head at each distance, up to a constant per head.
+    """
     from scipy.optimize import least_squares  # a fifth of a second for a job that fits nothing
 
     d = torch.arange(y_HD.shape[1])
