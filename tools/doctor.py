@@ -1,7 +1,7 @@
 """Examine this machine and the installed software, and say what to do about each problem.
 
     python tools/doctor.py [CONFIG.yml ...] [--json]
-    torchrun --nnodes=... tools/doctor.py CONFIG.yml      # every machine of a job, and their clocks
+    torchrun --nnodes=... tools/doctor.py CONFIG.yml      # every machine of a job
 
 With a config, the tool also checks the run folder `save` of this config, and reports what the
 config's `auto` values choose. The report is plain text, to be pasted into an issue. The exit code
@@ -42,7 +42,6 @@ CHECKS: dict[str, Callable[[Case], Iterator[Finding]]] = {
     "disk": machine.disk,
     "shared memory": machine.shared_memory,
     "names": machine.names,
-    "clock": machine.clock,
 }
 _COLOURS = {OK: 32, WARNING: 33, PROBLEM: 31}
 
