@@ -31,10 +31,8 @@ from tools.checkup.finding import OK, PROBLEM, WARNING, Case, Finding
 CHECKS: dict[str, Callable[[Case], Iterator[Finding]]] = {
     "python": software.python,
     "packages": software.packages,
-    "triton": software.triton,
     "GPU": software.gpus,
     "compiler": software.compiler,
-    "apex": software.apex,
     "choices": software.choices,
     "processor": machine.cpu,
     "threads": machine.threads,
