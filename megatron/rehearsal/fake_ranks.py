@@ -20,7 +20,7 @@ import shutil
 import sys
 import traceback
 import uuid
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -62,9 +62,8 @@ class EarlierRanks:
     """Replies to a rank with the integers that earlier ranks sent, and keeps those it sends."""
 
     def __init__(self, rank: int, sent: Sent):
-        self.rank, self.earlier = rank, sent
+        self.rank, self._received = rank, {key: iter(each) for key, each in sent.items()}
         self.sent: Sent = defaultdict(list)
-        self._received: Counter[tuple] = Counter()
 
     def reply(self, event: Event, tensors: Sequence[Tensor]) -> None:
         """Fill the received tensor with integers, if its sender sent integers."""
@@ -80,8 +79,7 @@ class EarlierRanks:
             counts = x.dtype in (torch.int32, torch.int64)
             self.sent[key].append(x.flatten().tolist() if counts else None)
             return
-        number, self._received[key] = self._received[key], self._received[key] + 1
-        sent = dict(enumerate(self.earlier.get(key, []))).get(number)
+        sent = next(self._received.get(key, iter(())), None)
         known = sent is not None and len(sent) == x.numel()
         with torch.no_grad():
             x.copy_(torch.tensor(sent, dtype=x.dtype).view(x.shape) if known else torch.zeros(()))
