@@ -31,6 +31,7 @@ from megatron.kernels.dropout import kept
 from megatron.kernels.rows import (
     LOST,
     ends_of,
+    kernel,
     key_tile_at,
     logits_of,
     open_head,
@@ -70,10 +71,7 @@ def forward_tile(
     return new_top, total, acc
 
 
-@triton.jit(
-    do_not_specialize=["heads", "queries", "keys", "offset", "width", "threshold"],
-    do_not_specialize_on_alignment=["group"],
-)
+@kernel
 def forward_pass(
     q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, theta_ptr, seed_ptr,
     first_ptr, sink_ptr, high_ptr, low_ptr, position_ptr, lost_ptr,

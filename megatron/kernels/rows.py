@@ -31,6 +31,13 @@ of the key head, whose rows are `k_t` and `v_t` apart. `constants` is what `f_pr
 c is scale log2 e. `seed` is the number that `seed_ptr` points to, or 0 without dropout. The other
 entries are arguments of the kernel."""
 
+kernel = triton.jit(
+    do_not_specialize=["heads", "queries", "keys", "offset", "width", "threshold"],
+    do_not_specialize_on_alignment=["group"],
+)
+"""The decorator of functions that the host launches: sizes that differ from call to call compile no
+new kernel."""
+
 KeyTiles = namedtuple("KeyTiles", "begin lead past last")
 """The keys that some rows see: those from `begin` on and before `last`.
 

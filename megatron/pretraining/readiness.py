@@ -1,4 +1,4 @@
-"""Check what a run needs on this machine before it is queued: text, tokenizer, folders, disk, port.
+"""Check what a run needs on this machine before it is queued: text, tokenizer, folders, disk.
 
 Nothing is left on the disk, no device is used, and torch is not imported.
 """
