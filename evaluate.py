@@ -12,14 +12,12 @@ from datetime import datetime
 from pathlib import Path
 
 from megatron import entry, launcher
-from megatron.config import ConfigError, load_config
 from megatron.config.command_line import (
     config_parser,
     load_for_use_or_exit,
     load_or_exit,
     sharing_layout,
 )
-from megatron.run_folder import RunFolder
 
 LENGTHS = "--lengths L1,L2,... (or `eval_lengths` in the config)"
 TASKS = "--eval_tasks TASK ... (or `eval_tasks` in the config)"
@@ -74,7 +72,9 @@ def main() -> int:
 
     with user_errors():
         if args.suite:
-            measure_suite(args, config, Path(load))
+            from megatron.evaluation.suite.all_measures import run_suite
+
+            run_suite(config, Path(load), out=args.out, judge=args.judge)
             return 0
         if lengths:
             from megatron.evaluation.by_length import evaluate_checkpoint
@@ -121,23 +121,6 @@ def suite_lengths(config):
     lengths = [config.model.seq_length * 2**power for power in range(5)]
     print(f"no lengths are given: measuring {', '.join(map(str, lengths))}", flush=True)
     return f"eval_lengths={lengths}", f"eval_tokens={max(config.evaluation.eval_tokens, *lengths)}"
-
-
-def measure_suite(args, config, load):
-    """Measure how the model uses its context at the config's `eval_lengths`. Write a report."""
-    judge = None
-    if args.judge:
-        try:
-            overrides = sharing_layout(1)
-            judge = load_config(
-                [RunFolder(args.judge).config], overrides, world_size=launcher.world_size()
-            )
-        except ConfigError as error:
-            entry.refuse(f"error: --judge {args.judge}: {error}", 2)
-    from megatron.evaluation.suite.all_measures import run_suite
-
-    found = (judge, args.judge) if judge else None
-    run_suite(config, load, out=args.out, judge=found)
 
 
 def score_tasks(args, load, out, overrides):
