@@ -6,7 +6,6 @@ whether the model uses its long context.
 """
 
 import json
-import os
 import re
 from datetime import datetime
 from pathlib import Path
@@ -18,6 +17,7 @@ from megatron.config.command_line import (
     load_or_exit,
     sharing_layout,
 )
+from megatron.files import existing, why_unwritable
 
 LENGTHS = "--lengths L1,L2,... (or `eval_lengths` in the config)"
 TASKS = "--eval_tasks TASK ... (or `eval_tasks` in the config)"
@@ -67,7 +67,8 @@ def main() -> int:
         text = "of several processes measures one of both: give --lengths or --eval_tasks"
         entry.refuse(f"error: the config has eval_lengths and eval_tasks, and a job {text}", 2)
     out = args.out or Path(load)
-    require_writable(out, makes=args.out is not None)
+    if why := why_unwritable(existing(out)):
+        entry.refuse(f"error: results in {out}: {existing(out)} {why}; give --out DIR", 1)
     from megatron.engine.job.error_messages import user_errors
 
     with user_errors():
@@ -83,23 +84,6 @@ def main() -> int:
         if tasks:
             score_tasks(args, Path(load), out, overrides)
     return 0
-
-
-def require_writable(out, *, makes):
-    """Check that results can be written into the folder `out`. If not, print why and exit with 1.
-
-    The check comes before the evaluation, which may take hours.
-
-    Args:
-        makes: Whether to create the folder if it does not exist.
-    """
-    try:
-        if makes:
-            out.mkdir(parents=True, exist_ok=True)
-        if out.is_dir() and not os.access(out, os.W_OK):
-            raise PermissionError("no permission to write there")
-    except OSError as error:
-        entry.refuse(f"error: results in {out}: {error}; give --out DIR", 1)
 
 
 def asked(args):
