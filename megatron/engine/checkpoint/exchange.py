@@ -255,12 +255,7 @@ def _shape_of(config: Config, block: BlockShape, pos: PositionalEmbedding) -> Sh
 def _args_of(config: Config, weights: dict[str, Tensor]) -> dict[str, Any]:
     """Return the settings that GPT-NeoX compares with its config when it loads an export."""
     m = config.model
-    return {
-        "num_layers": m.num_layers,
-        "hidden_size": m.hidden_size,
-        "num_attention_heads": m.num_attention_heads,
-        "max_position_embeddings": m.max_position_embeddings,
-        "make_vocab_size_divisible_by": m.make_vocab_size_divisible_by,
-        "padded_vocab_size": len(weights[WORDS]),
-        "tokenizer_type": config.data.tokenizer_type,
-    }
+    names = ("num_layers", "hidden_size", "num_attention_heads", "max_position_embeddings")
+    found = {name: getattr(m, name) for name in (*names, "make_vocab_size_divisible_by")}
+    size, kind = len(weights[WORDS]), config.data.tokenizer_type
+    return found | {"padded_vocab_size": size, "tokenizer_type": kind}
