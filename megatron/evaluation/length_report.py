@@ -64,11 +64,7 @@ def write_extrapolation(
 
 
 def write_kernels(
-    bias_by_head: Any | None,
-    distances: Any,
-    weights: Any | None,
-    train_length: int,
-    path: Path,
+    bias_by_head: Any | None, distances: Any, weights: Any | None, train_length: int, path: Path
 ) -> None:
     """Plot the distance kernel of each head h: its bias b_h(d) and its weight w_h(d).
 

@@ -277,12 +277,7 @@ def by_length(results: Frame, rows: str, metric: str) -> bytes:
     return out.getvalue()
 
 
-def _html(
-    title: str,
-    found: Sequence[Section],
-    judged: Frame,
-    remarks: Sequence[str],
-) -> str:
+def _html(title: str, found: Sequence[Section], judged: Frame, remarks: Sequence[str]) -> str:
     import jinja2
 
     loader = jinja2.FileSystemLoader(Path(__file__).parent)
@@ -290,9 +285,5 @@ def _html(
     environment.filters["base64"] = lambda content: base64.b64encode(content).decode()
     environment.filters["table"] = lambda table: table.to_html(index=False, border=0)
     return environment.get_template("grid_report.html.j2").render(
-        title=title,
-        sections=found,
-        judged=judged,
-        remarks=remarks,
-        moved_note=MOVED_NOTE,
+        title=title, sections=found, judged=judged, remarks=remarks, moved_note=MOVED_NOTE
     )

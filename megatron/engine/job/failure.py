@@ -102,9 +102,7 @@ class Watch:
     """
 
     def __init__(
-        self,
-        silence: float = SILENCE,
-        exchange: Callable[[Store], bool] = lambda store: False,
+        self, silence: float = SILENCE, exchange: Callable[[Store], bool] = lambda store: False
     ) -> None:
         self._silence, self._exchange = silence, exchange
         self._over = threading.Event()

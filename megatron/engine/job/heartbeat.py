@@ -39,11 +39,7 @@ class Talk(threading.Thread):
     """
 
     def __init__(
-        self,
-        ranks: int,
-        reads_every: int,
-        interval: float,
-        exchange: Callable[[Store], bool],
+        self, ranks: int, reads_every: int, interval: float, exchange: Callable[[Store], bool]
     ):
         super().__init__(name="heartbeat", daemon=True)
         self.over = threading.Event()

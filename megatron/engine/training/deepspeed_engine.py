@@ -13,11 +13,7 @@ from torch import nn
 from megatron.config import Config
 from megatron.engine.model_shape import numerics_of
 from megatron.engine.training.compiled import compile_model
-from megatron.engine.training.optimizer import (
-    build_optimizer,
-    optimizer_kind,
-    parameter_groups,
-)
+from megatron.engine.training.optimizer import build_optimizer, optimizer_kind, parameter_groups
 from megatron.engine.training.schedule import AnnealingLR, schedule_of
 from megatron.numerics import WIDE, Numerics
 from megatron.parallel.groups import Groups

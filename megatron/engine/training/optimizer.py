@@ -114,11 +114,7 @@ def build_optimizer(
     if kind == "muon":
         assert ranks is not None
         return MuonWithAdamW(
-            groups,
-            **adam,
-            momentum=section.momentum,
-            split_fused=section.split_fused,
-            ranks=ranks,
+            groups, **adam, momentum=section.momentum, split_fused=section.split_fused, ranks=ranks
         )
     raise ValueError(f"optimizer {kind!r} is unknown; use adam, sgd or muon")
 
