@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 import math
 import shutil
-import tempfile
 from collections import defaultdict
 from dataclasses import replace
 from pathlib import Path
@@ -182,11 +181,9 @@ def _write_counters(folder: Path, shape: Shape, step: int, state: dict[str, Any]
 
 def _config_of(record: Record) -> Config:
     """Return the configuration of the run that wrote a checkpoint of this project."""
-    with tempfile.NamedTemporaryFile("w", suffix=".yml") as file:
-        json.dump(record.config, file)
-        file.flush()
-        ranks = math.prod(record.layout.get(degree, 1) for degree in _DEGREES)
-        return load_config([file.name], world_size=ranks)
+    given = [f"{key}={json.dumps(value)}" for key, value in record.config.items()]
+    ranks = math.prod(record.layout.get(degree, 1) for degree in _DEGREES)
+    return load_config([], given, world_size=ranks)
 
 
 def _needs_head(block: BlockShape, activation: str) -> bool:
