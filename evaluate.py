@@ -67,8 +67,7 @@ def main() -> int:
         text = "of several processes measures one of both: give --lengths or --eval_tasks"
         entry.refuse(f"error: the config has eval_lengths and eval_tasks, and a job {text}", 2)
     out = args.out or Path(load)
-    if why := why_unwritable(existing(out)):
-        entry.refuse(f"error: results in {out}: {existing(out)} {why}; give --out DIR", 1)
+    require_writable(out)
     from megatron.engine.job.error_messages import user_errors
 
     with user_errors():
@@ -84,6 +83,13 @@ def main() -> int:
         if tasks:
             score_tasks(args, Path(load), out, overrides)
     return 0
+
+
+def require_writable(out):
+    """Refuse a folder that cannot be written, before an evaluation that may take hours."""
+    why = why_unwritable(existing(out))
+    if why:
+        entry.refuse(f"error: results in {out}: {existing(out)} {why}; give --out DIR", 1)
 
 
 def asked(args):
