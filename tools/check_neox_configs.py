@@ -12,8 +12,6 @@ processes is the product of a file's parallel sizes. A fine-tuning file may be r
 the file is loaded again with the `save` that the error message proposes.
 """
 
-from __future__ import annotations
-
 import math
 import re
 from pathlib import Path

@@ -8,8 +8,6 @@ config's `auto` values choose. The report is plain text, to be pasted into an is
 is 1 if there is a problem.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

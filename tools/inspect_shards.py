@@ -8,8 +8,6 @@ manifest, and files of another tokenizer are refused. Every token is read once, 
 tokens lie inside the vocabulary. The exit code is 1 if anything is wrong.
 """
 
-from __future__ import annotations
-
 import argparse
 
 from megatron import entry

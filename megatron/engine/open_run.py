@@ -1,7 +1,5 @@
 """Open a run folder and load its model. Everything that uses a trained model does this here."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path

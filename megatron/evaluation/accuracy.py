@@ -13,8 +13,6 @@ scipy, pandas and matplotlib are imported inside the functions, so that training
 them.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path

@@ -12,8 +12,6 @@ first splits the text into sequences of c tokens, so that each token has 1 ... c
 second scores single tokens that have exactly c predecessors.
 """
 
-from __future__ import annotations
-
 import math
 import time
 from collections.abc import Callable, Sequence

@@ -9,8 +9,6 @@ The standard errors of perplexity and bits_per_byte are first-order approximatio
 perplexity * stderr, and the second is bits_per_byte * stderr / loss.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -5,8 +5,6 @@ would import the command itself. In the root of the checkout, `import evaluate` 
 `evaluate.py` instead of the package `evaluate`, from which the harness takes metrics.
 """
 
-from __future__ import annotations
-
 import os
 import sys
 from collections.abc import Iterator

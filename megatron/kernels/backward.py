@@ -31,8 +31,6 @@ repeatable bit for bit.
 Legend: see `forward`.
 """
 
-from __future__ import annotations
-
 import triton
 import triton.language as tl
 

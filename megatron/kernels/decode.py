@@ -13,8 +13,6 @@ Only the forward pass works in this way, without dropout.
 Legend: see `forward`. n counts the parts.
 """
 
-from __future__ import annotations
-
 import triton.language as tl
 
 from megatron.kernels.device import ex2, store_rows

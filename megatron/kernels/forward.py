@@ -20,8 +20,6 @@ Legend: B batch, H heads, T queries, S keys, E head size, P padded head size, M 
 tile. Arguments whose names start with `f_` are the device functions of the distance kernel.
 """
 
-from __future__ import annotations
-
 import triton
 import triton.language as tl
 

@@ -16,8 +16,6 @@ Autograd propagates them to w, b and v. `hidden_pass` needs the delta that `quer
 Legend: see `backward`. K hidden units, R the smallest power of two above K.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

@@ -6,8 +6,6 @@ visits the keys that these rows see, N at a time. `table_pass` visits tiles of o
 Legend: see `forward`.
 """
 
-from __future__ import annotations
-
 from collections import namedtuple
 
 import triton

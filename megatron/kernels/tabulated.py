@@ -22,8 +22,6 @@ dimension "tables" has two entries (b / scale, then w), or one if there is only 
 factor. A dimension "groups" has one entry for each of the two groups.
 """
 
-from __future__ import annotations
-
 import triton
 import triton.language as tl
 

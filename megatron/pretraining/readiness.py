@@ -3,8 +3,6 @@
 Nothing is left on the disk, no device is used, and torch is not imported.
 """
 
-from __future__ import annotations
-
 import shutil
 from collections.abc import Iterator
 from pathlib import Path

@@ -9,8 +9,6 @@ Each rank is a fork of this process, which has imported all modules, because Dee
 in its modules. Each has an empty folder of its own, because the earlier ranks have already saved.
 """
 
-from __future__ import annotations
-
 import contextlib
 import gc
 import importlib

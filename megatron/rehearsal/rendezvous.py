@@ -6,8 +6,6 @@ a job that passes does not depend on such buffers. Operations of different group
 order in which nobody waits for ever.
 """
 
-from __future__ import annotations
-
 from collections import defaultdict, deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Check the machine: processor, limits, disks and names."""
 
-from __future__ import annotations
-
 import os
 import re
 import resource

@@ -3,8 +3,6 @@
 Every import is inside its check, because a package may be missing or broken.
 """
 
-from __future__ import annotations
-
 import contextlib
 import importlib
 import os

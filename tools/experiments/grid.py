@@ -14,8 +14,6 @@ Instead of a list, an axis may be a mapping. It maps the name of each value to `
 or for the cell's value on an axis. docs/experiments.md describes all keys.
 """
 
-from __future__ import annotations
-
 import itertools
 import json
 import re

@@ -3,8 +3,6 @@
 matplotlib and jinja2 are imported inside functions, as elsewhere in this project.
 """
 
-from __future__ import annotations
-
 import base64
 import io
 from collections.abc import Mapping, Sequence

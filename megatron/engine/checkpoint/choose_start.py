@@ -15,8 +15,6 @@ If `finetune: true` is set and the folder `save` holds a checkpoint, the job ign
 resumes from the checkpoint in `save`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 

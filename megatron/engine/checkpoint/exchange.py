@@ -5,8 +5,6 @@ later export uses this entry to restore the original files: all tensors have the
 dtypes and values as before the import. No optimizer state is imported or exported.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import shutil

@@ -10,8 +10,6 @@ exists, it is renamed to `.replaced-NAME` just before the new folder is renamed,
 end.
 """
 
-from __future__ import annotations
-
 import errno
 import os
 import re

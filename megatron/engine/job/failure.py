@@ -15,8 +15,6 @@ If all ranks fail with the same error, only rank 0 prints the error. A rank that
 connection to another rank prints nothing, because the other rank reports the cause.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

@@ -10,8 +10,6 @@ since the other rank's count last changed. So no rank compares the clocks of two
 during which the whole job is suspended does not count as silence.
 """
 
-from __future__ import annotations
-
 import os
 import socket
 import threading

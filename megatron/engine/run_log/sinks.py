@@ -13,8 +13,6 @@ the new file has a `purge_step`: TensorBoard hides the events of this and later 
 files. So each step occurs once.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path

@@ -5,8 +5,6 @@ backward pass, and repeats this work with one launch. The graph writes its resul
 into its own memory, and each launch overwrites the results of the launch before.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import nn
 

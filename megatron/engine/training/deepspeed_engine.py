@@ -1,7 +1,5 @@
 """Build the DeepSpeed engine of a training job from its config."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import deepspeed

@@ -5,8 +5,6 @@ positional embedding, has weight decay only if `weight_decay_positional` is set.
 KERPLE code, theta always has weight decay.) If all of theta is frozen, it has no weight decay.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any

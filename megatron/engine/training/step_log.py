@@ -1,7 +1,5 @@
 """Log the loss, the speed and theta every `log_interval` steps, and check that they are finite."""
 
-from __future__ import annotations
-
 import math
 import time
 from collections.abc import Mapping

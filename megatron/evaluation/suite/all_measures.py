@@ -1,7 +1,5 @@
 """Run the suite on a checkpoint: read the text, measure, write the report."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable
 from dataclasses import replace
