@@ -17,8 +17,6 @@ the shards describes the tokens. If a run is stopped or killed, give the same co
 continue it.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 from pathlib import Path

@@ -10,6 +10,7 @@ import sys
 import pytest
 
 import evaluate
+from megatron.evaluation.suite import all_measures
 from tests.helpers.paths import ROOT
 
 QUICKSTART = ROOT / "configs" / "quickstart.yml"
@@ -99,7 +100,7 @@ def test_a_python_without_the_packages(tmp_path):
 
 def test_the_suite_without_lengths_measures_multiples_of_the_training_length(monkeypatch, capsys):
     seen = []
-    monkeypatch.setattr(evaluate, "measure_suite", lambda args, config, load: seen.append(config))
+    monkeypatch.setattr(all_measures, "run_suite", lambda config, load, **_: seen.append(config))
     command = [
         "evaluate.py",
         str(QUICKSTART),

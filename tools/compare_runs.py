@@ -8,8 +8,6 @@ metrics.jsonl that both have. The names of the runs, their folders, commands, ti
 and how long threads spin, are left out. The exit code is 0 if nothing differs, and 1 otherwise.
 """
 
-from __future__ import annotations
-
 import difflib
 from collections.abc import Iterator, Mapping
 from pathlib import Path

@@ -30,8 +30,6 @@ and for larger heads, spills are recorded but accepted. The CSV is written after
 run that was stopped can be continued with --changed.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import io

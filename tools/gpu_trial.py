@@ -16,8 +16,6 @@ A measurement that ends its process, or takes longer than LIMIT seconds, is reco
 Without a GPU, the tool rehearses: it runs the same code in Triton's interpreter, on tiny inputs.
 """
 
-from __future__ import annotations
-
 import argparse
 import faulthandler
 import json

@@ -12,8 +12,6 @@ The import reads the weights, the step and the learning-rate schedule. It does n
 optimizer's state. Files whose pickled data would run code are refused.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from megatron import entry

@@ -12,8 +12,6 @@ A task's YAML file may run code (`!function`), and a task's data set may run cod
 tasks that you trust.
 """
 
-from __future__ import annotations
-
 import argparse
 import sys
 from contextlib import redirect_stdout

@@ -12,8 +12,6 @@ one is running. The file cells.csv beside the run folders lists all cells. The e
 cell failed, is stale or was left to another sweep, and 130 after a signal.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import shlex

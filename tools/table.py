@@ -9,8 +9,6 @@ contains report.html (one file with the plots), tables.md, tables.tex, results.c
 theta.csv (how far the kernels' parameters moved) and the plots.
 """
 
-from __future__ import annotations
-
 import argparse
 from pathlib import Path
 

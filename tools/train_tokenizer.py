@@ -7,8 +7,6 @@ TEXT is a file, a folder of text files, or a builtin corpus. The same text and s
 file. The vocabulary contains the 256 bytes and the token that ends a document.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 

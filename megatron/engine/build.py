@@ -4,8 +4,6 @@ The packages of the model, of attention and of the data take plain values, not a
 reads the values from the config, so that those packages need not import `megatron.config`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The training engine's errors. Each error message names the fault, its place and its remedy."""
 
-from __future__ import annotations
-
 from megatron.errors import UserError
 
 

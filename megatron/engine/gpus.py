@@ -5,8 +5,6 @@ rates: tensor cores with 16-bit inputs and fp32 sums, and fp32 without tensor co
 default). Where a data sheet gives the rate of sparse matrices, this module has half of that rate.
 """
 
-from __future__ import annotations
-
 import re
 from dataclasses import dataclass
 from pathlib import Path

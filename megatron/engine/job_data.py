@@ -1,7 +1,5 @@
 """Read the batches of a job, for training and evaluation, from the text that the config names."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

@@ -5,8 +5,6 @@ of a stage, `Pipeline`, has the same interface as the plain model, `GPT`. Each s
 transformer blocks.
 """
 
-from __future__ import annotations
-
 import contextlib
 import io
 from collections.abc import Iterator

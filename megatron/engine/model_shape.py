@@ -3,8 +3,6 @@
 `engine/build.py` combines the shape with the positional embedding and attention.
 """
 
-from __future__ import annotations
-
 from dataclasses import asdict, replace
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Open a run folder and load its model. Everything that uses a trained model does this here."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -84,9 +82,8 @@ def open_run(
     if config is None:
         stored = RunFolder(folder).config
         if not files and not stored.is_file():
-            raise CheckpointError(
-                f"{folder} has no config.yml; name the config files with --config"
-            )
+            text = "name the config files with --config, or another folder"
+            raise CheckpointError(f"{folder} has no config.yml; {text}")
         given = ["attention_backend=auto", *overrides, *sharing_layout(1)]
         config = load_config(files or [stored], given)
     tokenizer = tokenizer_of(config)

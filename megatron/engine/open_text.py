@@ -1,7 +1,5 @@
 """Open the text that a config names: its token shards, divided into splits, or a length task."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 

@@ -12,8 +12,6 @@ DeepSpeed itself calls `torch.load(weights_only=False)`. Therefore, every call o
 reads a checkpoint must be inside a block `with only_safe_loads()`.
 """
 
-from __future__ import annotations
-
 import _codecs
 import os
 import pickle

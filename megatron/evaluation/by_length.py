@@ -12,12 +12,10 @@ first splits the text into sequences of c tokens, so that each token has 1 ... c
 second scores single tokens that have exactly c predecessors.
 """
 
-from __future__ import annotations
-
 import math
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -164,8 +162,7 @@ def evaluate_lengths(
     measurement, span = measurement_of(
         config, groups, model.loss_fn, model.tokenizer, text, chosen.eval_tokens
     )
-    scale, about = chosen.eval_distance_scale, measured_with(config, model.step)
-    results = [replace(r, **about) for r in measurement.at_lengths(lengths, say)]
+    results = measurement.at_lengths(lengths, say)
     baselines: dict[str, LengthResult] = {}
     if context := chosen.eval_context_baseline:
         baselines = {
@@ -174,12 +171,13 @@ def evaluate_lengths(
                 context, length=max(lengths), targets=max(1, span // context)
             ),
         }
-    baselines = {name: replace(r, **about) for name, r in baselines.items()}
     if groups.is_main:
         train_length = config.model.seq_length
+        scale = chosen.eval_distance_scale
         stretched = "" if scale == 1.0 else f", distances x {scale:g}"
         title = f"{model.pos.name}, trained at {train_length}{stretched}"
-        say(length_report.write_extrapolation(results, run_dir, train_length, baselines, title))
+        shown = results, run_dir, train_length, baselines, title
+        say(length_report.write_extrapolation(*shown, measured_with(config, model.step)))
         if model.pos.has("distance"):
             draw_kernels(model.pos, model.theta_HN, config, run_dir)
         say(f"written to {run_dir}: {RunFolder(run_dir).extrapolation.name} and pictures")

@@ -1,7 +1,5 @@
 """Measure the loss on the splits `valid` and `test`, during and after training."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import torch

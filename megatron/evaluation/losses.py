@@ -1,7 +1,5 @@
 """Compute losses of sequences, in nats per token; all ranks get the same result."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 

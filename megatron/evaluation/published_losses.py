@@ -1,7 +1,5 @@
 """Log the losses that GPT-NeoX prints with `train_iters: 0`, measured on GPT-NeoX's batches."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 from megatron.engine.job_data import JobData

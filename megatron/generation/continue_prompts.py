@@ -1,7 +1,5 @@
 """Load a run's newest checkpoint, and write prompts with the model's continuations."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from dataclasses import dataclass

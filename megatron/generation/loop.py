@@ -1,7 +1,5 @@
 """Continue a batch of texts with a model, token by token."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass

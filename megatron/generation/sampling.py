@@ -16,8 +16,6 @@ Face's transformers.
 Legend: B texts, V vocabulary.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 

@@ -1,7 +1,5 @@
 """Turn the tokens of a continuation into text while they arrive."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 
 from megatron.data.tokenizers.base import Tokenizer

@@ -5,13 +5,11 @@ would import the command itself. In the root of the checkout, `import evaluate` 
 `evaluate.py` instead of the package `evaluate`, from which the harness takes metrics.
 """
 
-from __future__ import annotations
-
 import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from importlib.machinery import ModuleSpec
+from importlib.machinery import ModuleSpec, PathFinder
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -29,9 +27,7 @@ class _Elsewhere:
         if name not in NAMES:
             return None
         folders = [each for each in sys.path if Path(each).resolve() not in _OWN]
-        others = (finder for finder in sys.meta_path if finder is not self)
-        found = (finder.find_spec(name, folders) for finder in others)
-        spec = next((each for each in found if each), None)
+        spec = PathFinder.find_spec(name, folders)
         if spec is None:
             raise ModuleNotFoundError(f"No module named {name!r}", name=name)
         return spec

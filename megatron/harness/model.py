@@ -11,8 +11,6 @@ vocabulary.
 Legend: B texts, T positions, V vocabulary.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Iterator, Sequence
 from typing import Any

@@ -1,7 +1,5 @@
 """Score a run's newest checkpoint on tasks of lm-evaluation-harness."""
 
-from __future__ import annotations
-
 import json
 import sys
 from collections.abc import Callable

@@ -31,8 +31,6 @@ repeatable bit for bit.
 Legend: see `forward`.
 """
 
-from __future__ import annotations
-
 import triton
 import triton.language as tl
 
@@ -61,6 +59,7 @@ from megatron.kernels.rows import (
     ends_of,
     exact_output,
     gradients_of,
+    kernel,
     key_tile_at,
     open_group,
     open_head,
@@ -104,10 +103,7 @@ def query_tile(
     return dq, excess, acc
 
 
-@triton.jit(
-    do_not_specialize=["heads", "queries", "keys", "offset", "width", "threshold"],
-    do_not_specialize_on_alignment=["group"],
-)
+@kernel
 def query_pass(
     q_ptr, k_ptr, v_ptr, out_ptr, do_ptr, dq_ptr, lse_ptr, delta_ptr, sums_ptr, theta_ptr, seed_ptr,
     first_ptr, sink_ptr, high_ptr, low_ptr, position_ptr, lost_ptr,
@@ -228,10 +224,7 @@ def key_tile(
     return dk, dv, ddecay
 
 
-@triton.jit(
-    do_not_specialize=["heads", "queries", "keys", "offset", "width", "threshold"],
-    do_not_specialize_on_alignment=["group"],
-)
+@kernel
 def key_pass(
     q_ptr, k_ptr, v_ptr, do_ptr, dk_ptr, dv_ptr, lse_ptr, delta_ptr, theta_ptr, seed_ptr,
     end_ptr, high_ptr, low_ptr, ddecay_ptr, position_ptr,

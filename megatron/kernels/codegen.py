@@ -23,8 +23,6 @@ At d = 0, powers d^p and products d^p log d are computed as 0, as in torch's der
 generated source texts are stored in `linecache`, where Triton and tracebacks find them.
 """
 
-from __future__ import annotations
-
 import hashlib
 import linecache
 from collections.abc import Callable, Sequence

@@ -13,15 +13,12 @@ Only the forward pass works in this way, without dropout.
 Legend: see `forward`. n counts the parts.
 """
 
-from __future__ import annotations
-
-import triton
 import triton.language as tl
 
 from megatron.kernels.device import ex2, store_rows
 from megatron.kernels.documents_sink_decay import LEAST
 from megatron.kernels.forward import forward_tile
-from megatron.kernels.rows import LOG2E, Head, RowTerms
+from megatron.kernels.rows import LOG2E, Head, RowTerms, kernel
 
 CHUNK = tl.constexpr(256)
 """The number of keys of a part. The key heads and parts of a sequence of 4,096 tokens are then 128
@@ -29,10 +26,7 @@ programs for 8 key heads, and the fp32 outputs of the parts are at most an eight
 values in 16 bits, for up to 16 rows."""
 
 
-@triton.jit(
-    do_not_specialize=["heads", "queries", "keys", "offset", "width", "threshold"],
-    do_not_specialize_on_alignment=["group"],
-)
+@kernel
 def decode_pass(
     q_ptr, k_ptr, v_ptr, parts_ptr, lses_ptr, theta_ptr, first_ptr, sink_ptr, position_ptr,
     q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, parts_b, parts_h, parts_t,
@@ -85,10 +79,7 @@ def decode_pass(
     tl.store(lses_ptr + ((b * heads + h) * count + n) * queries + t, lse, mask=there)
 
 
-@triton.jit(
-    do_not_specialize=["heads", "queries", "keys", "offset", "width", "threshold"],
-    do_not_specialize_on_alignment=["group"],
-)
+@kernel
 def merge_pass(
     parts_ptr, lses_ptr, out_ptr, lse_ptr,
     parts_b, parts_h, parts_t, out_b, out_h, out_t,

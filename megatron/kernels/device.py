@@ -7,8 +7,6 @@ Triton's interpreter, `lg2` and `rcp` call numpy's functions.
 Legend: M query rows, N keys of a tile, E head size, P the smallest power of two >= max(E, 16).
 """
 
-from __future__ import annotations
-
 import triton
 import triton.language as tl
 from triton import knobs

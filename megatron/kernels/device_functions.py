@@ -3,8 +3,6 @@
 `codegen` generates them from a formula. `tabulated` has device functions for a table of values.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from typing import Any
 

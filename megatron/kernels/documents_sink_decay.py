@@ -22,8 +22,6 @@ If a call lacks one of these terms, all arguments of the term are None, and no c
 Legend: see `forward`.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 

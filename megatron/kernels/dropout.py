@@ -1,7 +1,5 @@
 """Define the dropout mask of the Triton kernels."""
 
-from __future__ import annotations
-
 import triton
 import triton.language as tl
 

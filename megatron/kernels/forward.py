@@ -20,8 +20,6 @@ Legend: B batch, H heads, T queries, S keys, E head size, P padded head size, M 
 tile. Arguments whose names start with `f_` are the device functions of the distance kernel.
 """
 
-from __future__ import annotations
-
 import triton
 import triton.language as tl
 
@@ -31,6 +29,7 @@ from megatron.kernels.dropout import kept
 from megatron.kernels.rows import (
     LOST,
     ends_of,
+    kernel,
     key_tile_at,
     logits_of,
     open_head,
@@ -73,10 +72,7 @@ def forward_tile(
     return new_top, total, acc
 
 
-@triton.jit(
-    do_not_specialize=["heads", "queries", "keys", "offset", "width", "threshold"],
-    do_not_specialize_on_alignment=["group"],
-)
+@kernel
 def forward_pass(
     q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, theta_ptr, seed_ptr,
     first_ptr, sink_ptr, high_ptr, low_ptr, position_ptr, lost_ptr,

@@ -16,8 +16,6 @@ Autograd propagates them to w, b and v. `hidden_pass` needs the delta that `quer
 Legend: see `backward`. K hidden units, R the smallest power of two above K.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch
@@ -26,7 +24,7 @@ import triton.language as tl
 from torch import Tensor
 
 from megatron.kernels.device import load_rows
-from megatron.kernels.rows import gradients_of, open_head, open_rows, seen_by
+from megatron.kernels.rows import gradients_of, kernel, open_head, open_rows, seen_by
 
 
 @dataclass(frozen=True)
@@ -153,10 +151,7 @@ def add_by_line(sums, slopes, u, ds, knees, K: tl.constexpr, R: tl.constexpr):
     return sums + tl.where(line == end, rest, 0.0), slopes + tl.where(line == end, rest_u, 0.0)
 
 
-@triton.jit(
-    do_not_specialize=["heads", "queries", "keys", "offset", "width", "threshold"],
-    do_not_specialize_on_alignment=["group"],
-)
+@kernel
 def hidden_pass(
     q_ptr, k_ptr, v_ptr, do_ptr, sums_ptr, lse_ptr, delta_ptr, theta_ptr, seed_ptr,
     first_ptr, high_ptr, low_ptr, position_ptr,

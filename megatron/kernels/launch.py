@@ -5,8 +5,6 @@ per head that describe the distance kernel, a bias or factor that depends only o
 distance. These numbers are the parameters theta, or a table over distances (see `tabulated`).
 """
 
-from __future__ import annotations
-
 import contextlib
 from collections import Counter
 from dataclasses import dataclass

@@ -4,8 +4,6 @@ Logarithms, exponentials and general powers become `lg2` (log2 x) and `ex2` (2^x
 refused if 2^(y log2 x) would be wrong for some theta.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from contextlib import suppress

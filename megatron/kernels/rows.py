@@ -6,8 +6,6 @@ visits the keys that these rows see, N at a time. `table_pass` visits tiles of o
 Legend: see `forward`.
 """
 
-from __future__ import annotations
-
 from collections import namedtuple
 
 import triton
@@ -30,6 +28,13 @@ Head = namedtuple(
 of the key head, whose rows are `k_t` and `v_t` apart. `constants` is what `f_prepare` returned, and
 c is scale log2 e. `seed` is the number that `seed_ptr` points to, or 0 without dropout. The other
 entries are arguments of the kernel."""
+
+kernel = triton.jit(
+    do_not_specialize=["heads", "queries", "keys", "offset", "width", "threshold"],
+    do_not_specialize_on_alignment=["group"],
+)
+"""The decorator of functions that the host launches: sizes that differ from call to call compile no
+new kernel."""
 
 KeyTiles = namedtuple("KeyTiles", "begin lead past last")
 """The keys that some rows see: those from `begin` on and before `last`.

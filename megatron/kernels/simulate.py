@@ -5,8 +5,6 @@ multiplies each number by itself. On a GPU it multiplies neighbours, whose dista
 So overflows, underflows and lost digits show. The errors of fast instructions are not simulated.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from types import FunctionType, SimpleNamespace
 from typing import Any

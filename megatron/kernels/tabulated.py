@@ -22,8 +22,6 @@ dimension "tables" has two entries (b / scale, then w), or one if there is only 
 factor. A dimension "groups" has one entry for each of the two groups.
 """
 
-from __future__ import annotations
-
 import triton
 import triton.language as tl
 
@@ -31,7 +29,7 @@ from megatron.kernels.device import ex2, load_rows
 from megatron.kernels.device_functions import DeviceFunctions
 from megatron.kernels.documents_sink_decay import BLOCK, lost, lost_at, open_decay
 from megatron.kernels.dropout import kept
-from megatron.kernels.rows import open_head
+from megatron.kernels.rows import kernel, open_head
 
 
 @triton.jit
@@ -143,10 +141,7 @@ def tile_gradients(
     return s, ds
 
 
-@triton.jit(
-    do_not_specialize=["heads", "queries", "keys", "offset", "width", "threshold"],
-    do_not_specialize_on_alignment=["group"],
-)
+@kernel
 def table_pass(
     q_ptr, k_ptr, v_ptr, do_ptr, sums_ptr, lse_ptr, delta_ptr, theta_ptr, seed_ptr,
     first_ptr, high_ptr, low_ptr,

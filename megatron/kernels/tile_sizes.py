@@ -13,8 +13,6 @@ these rules:
 If measured times suggest other sizes, only `TABLE` needs to change. Nothing is tuned at start-up.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import NamedTuple

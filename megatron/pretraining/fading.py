@@ -7,8 +7,6 @@ each f between is the position interpolation of Chen et al. 2023 (arXiv 2306.155
 1 / f, to which a rotary model adapts within few steps.
 """
 
-from __future__ import annotations
-
 from torch import nn
 
 from megatron.engine.training.hooks import Hook

@@ -14,8 +14,6 @@ The sums over i are correlations, which a Fourier transform computes in time T l
 Legend: B sequences, H heads, T positions, E head size, D distances (D = T), N columns of theta.
 """
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

@@ -16,8 +16,6 @@ what `_SECRETS` matches. A secret of another form is recorded, so do not write o
 line.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

@@ -1,13 +1,9 @@
-"""Check what a run needs on this machine before it is queued: text, tokenizer, folders, disk, port.
+"""Check what a run needs on this machine before it is queued: text, tokenizer, folders, disk.
 
 Nothing is left on the disk, no device is used, and torch is not imported.
 """
 
-from __future__ import annotations
-
-import os
 import shutil
-import socket
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -40,13 +36,6 @@ def readiness(config: Config) -> Iterator[Finding]:
     for key, path in folders.items():
         if path and (why := why_unwritable(existing(Path(path)))):
             yield True, f"{key}: {path}: {existing(Path(path))} {why}; write another folder"
-    port = os.environ.get("MASTER_PORT", "")
-    if port.isdecimal() and "TORCHELASTIC_RUN_ID" not in os.environ:  # torchrun listens there
-        try:
-            socket.create_server(("", int(port))).close()
-        except (OSError, OverflowError) as error:
-            text = f"{error}; export MASTER_PORT with a free port's number"
-            yield True, f"MASTER_PORT: {port}: {text}"
 
 
 def _text(config: Config) -> Iterator[Finding]:

@@ -5,8 +5,6 @@ compares the two models on the first samples of the run. One process of the job 
 whole models, so the result is the same in every parallel layout.
 """
 
-from __future__ import annotations
-
 from contextlib import suppress
 from dataclasses import dataclass
 

@@ -1,7 +1,5 @@
 """Run a full training job, from a config to a trained, saved and evaluated model."""
 
-from __future__ import annotations
-
 from contextlib import ExitStack, suppress
 from dataclasses import replace
 from functools import partial

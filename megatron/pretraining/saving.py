@@ -1,7 +1,5 @@
 """Save checkpoints during training, with the state of all hooks."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace

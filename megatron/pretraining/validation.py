@@ -1,7 +1,5 @@
 """Validate during training, and make up for a validation that an earlier job owes."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from typing import Any
 

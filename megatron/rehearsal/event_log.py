@@ -10,8 +10,6 @@ costs half the time.) Two more functions are replaced:
   exchange is one event.
 """
 
-from __future__ import annotations
-
 import re
 import sys
 import threading

@@ -9,8 +9,6 @@ Each rank is a fork of this process, which has imported all modules, because Dee
 in its modules. Each has an empty folder of its own, because the earlier ranks have already saved.
 """
 
-from __future__ import annotations
-
 import contextlib
 import gc
 import importlib
@@ -20,7 +18,7 @@ import shutil
 import sys
 import traceback
 import uuid
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -66,9 +64,8 @@ class EarlierRanks:
     """
 
     def __init__(self, rank: int, sent: Sent):
-        self.rank, self.earlier = rank, sent
+        self.rank, self._received = rank, {key: iter(each) for key, each in sent.items()}
         self.sent: Sent = defaultdict(list)
-        self._received: Counter[tuple] = Counter()
 
     def reply(self, event: Event, tensors: Sequence[Tensor]) -> None:
         """Fill a received tensor with its sender's integers, or with zeros if there are none.
@@ -87,8 +84,7 @@ class EarlierRanks:
             counts = x.dtype in (torch.int32, torch.int64)
             self.sent[key].append(x.flatten().tolist() if counts else None)
             return
-        number, self._received[key] = self._received[key], self._received[key] + 1
-        sent = dict(enumerate(self.earlier.get(key, []))).get(number)
+        sent = next(self._received.get(key, iter(())), None)
         known = sent is not None and len(sent) == x.numel()
         with torch.no_grad():
             x.copy_(torch.tensor(sent, dtype=x.dtype).view(x.shape) if known else torch.zeros(()))

@@ -4,8 +4,6 @@ The collectives of a step follow from the layout, the layers and the options. Th
 from the width of the model and from the length of the sequences.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np

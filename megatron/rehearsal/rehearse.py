@@ -1,7 +1,5 @@
 """Rehearse a job: run it as every rank, and check that all ranks communicate as they must."""
 
-from __future__ import annotations
-
 import os
 import tempfile
 from collections.abc import Callable

@@ -6,8 +6,6 @@ a job that passes does not depend on such buffers. Operations of different group
 order in which nobody waits for ever.
 """
 
-from __future__ import annotations
-
 from collections import defaultdict, deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -74,8 +72,7 @@ def unmatched(strands: Sequence[Strand], members: Mapping[str, Sequence[int]]) -
         for each in met:
             each.done += 1
         ready.extend(met)
-    stuck = [each for each in strands if each.event]
-    return _stalled(stuck, strands, members) if stuck else ""
+    return _stalled(strands) if any(each.event for each in strands) else ""
 
 
 def _place(
@@ -104,30 +101,18 @@ def _difference(met: Iterable[Strand]) -> str:
     return "\n".join(lines)
 
 
-def _stalled(
-    stuck: Sequence[Strand], strands: Sequence[Strand], members: Mapping[str, Sequence[int]]
-) -> str:
-    """Return who waits for whom, from a rank that waits to one that ended or to a circle."""
-    chain = [stuck[0]]
-    while event := chain[-1].event:
-        place, partners = _place(event, chain[-1].rank, members)
-        there = {s.rank for s in stuck if s.event and _place(s.event, s.rank, members)[0] == place}
-        missing = next(rank for rank in partners if rank not in there)
-        others = sorted((s for s in strands if s.rank == missing), key=lambda s: s.event is None)
-        if others[0] in chain:
-            chain = chain[chain.index(others[0]) :]
-            break
-        chain = [*chain[-1:], others[0]] if others[0].event is None else [*chain, others[0]]
-    circle = chain[-1].event is not None
-    lines = ["ranks wait for each other:" if circle else "a rank waits for one that has ended:"]
-    for strand in chain:
+def _stalled(strands: Sequence[Strand]) -> str:
+    """Return where ranks wait, and where those ended that do not wait."""
+    waiting = {strand.rank for strand in strands if strand.event}
+    found: dict[str, list[int]] = defaultdict(list)
+    for strand in sorted(strands, key=lambda each: each.event is None):
         if event := strand.event:
-            same = [each.rank for each in stuck if each.event == event]
-            lines.append(f"  {_ranks(same)} waits in {_text(event)}")
-        else:
+            found[f"waits in {_text(event)}"].append(strand.rank)
+        elif strand.rank not in waiting:
             after = f" after {_text(strand.events[-1])}" if strand.events else ""
-            lines.append(f"  rank {strand.rank} {strand.end}{after}")
-    return "\n".join(lines)
+            found[f"{strand.end}{after}"].append(strand.rank)
+    lines = (f"  {_ranks(ranks)} {what}" for what, ranks in found.items())
+    return "\n".join(["ranks wait for ever:", *lines])
 
 
 def _ranks(ranks: Sequence[int]) -> str:

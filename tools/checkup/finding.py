@@ -1,7 +1,5 @@
 """Define what the doctor's checks examine (`Case`), and what they report (`Finding`)."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any

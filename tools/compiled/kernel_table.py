@@ -1,7 +1,5 @@
 """Read and write the CSV table of compiled Triton kernels, and report problems of the kernels."""
 
-from __future__ import annotations
-
 from dataclasses import astuple, dataclass
 from pathlib import Path
 

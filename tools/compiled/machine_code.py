@@ -1,7 +1,5 @@
 """Read registers, spills and special functions of compiled Triton kernels."""
 
-from __future__ import annotations
-
 import re
 import subprocess
 import tempfile

@@ -21,8 +21,6 @@ its parts. Holm's correction is over all claims of a grid. The sample size is th
 not of sequences, because the sequences of one run are not independent.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace

@@ -1,7 +1,5 @@
 """Define the schema of a grid file, whose texts may contain variables such as `{model}`."""
 
-from __future__ import annotations
-
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field

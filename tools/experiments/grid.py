@@ -14,8 +14,6 @@ Instead of a list, an axis may be a mapping. It maps the name of each value to `
 or for the cell's value on an axis. docs/experiments.md describes all keys.
 """
 
-from __future__ import annotations
-
 import itertools
 import json
 import re
@@ -152,15 +150,11 @@ def _cells(about: Description, runs: Path, variables: Mapping[str, str]) -> Iter
 
 
 def _yaml(value: Any, names: Mapping[str, str]) -> str:
-    """Return a value as one line of YAML. Each `{NAME}` is replaced by its value in `names`."""
-    if isinstance(value, str) and re.search(_VARIABLE, value):
-        return filled(value, names)
-    if isinstance(value, dict):
-        pairs = (f"{json.dumps(key)}: {_yaml(each, names)}" for key, each in value.items())
-        return "{" + ", ".join(pairs) + "}"
-    if isinstance(value, list):
-        return "[" + ", ".join(_yaml(each, names) for each in value) + "]"
-    return json.dumps(value)
+    """Return a value as one line of YAML. Each `{NAME}` is replaced by its value in `names`.
+
+    A text with a name loses its quotes: the value may be a number.
+    """
+    return filled(re.sub(r'"([^"]*\{\w+\}[^"]*)"', r"\1", json.dumps(value)), names)
 
 
 def _faults(about: Description, variables: Mapping[str, str]) -> Iterator[Fault]:

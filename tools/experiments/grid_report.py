@@ -3,8 +3,6 @@
 matplotlib and jinja2 are imported inside functions, as elsewhere in this project.
 """
 
-from __future__ import annotations
-
 import base64
 import io
 from collections.abc import Mapping, Sequence
@@ -277,12 +275,7 @@ def by_length(results: Frame, rows: str, metric: str) -> bytes:
     return out.getvalue()
 
 
-def _html(
-    title: str,
-    found: Sequence[Section],
-    judged: Frame,
-    remarks: Sequence[str],
-) -> str:
+def _html(title: str, found: Sequence[Section], judged: Frame, remarks: Sequence[str]) -> str:
     import jinja2
 
     loader = jinja2.FileSystemLoader(Path(__file__).parent)
@@ -290,9 +283,5 @@ def _html(
     environment.filters["base64"] = lambda content: base64.b64encode(content).decode()
     environment.filters["table"] = lambda table: table.to_html(index=False, border=0)
     return environment.get_template("grid_report.html.j2").render(
-        title=title,
-        sections=found,
-        judged=judged,
-        remarks=remarks,
-        moved_note=MOVED_NOTE,
+        title=title, sections=found, judged=judged, remarks=remarks, moved_note=MOVED_NOTE
     )

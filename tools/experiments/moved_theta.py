@@ -13,8 +13,6 @@ The start values are drawn again from the configuration and the seed, and rounde
 precision. The end values are those of the last logged step, which are not rounded.
 """
 
-from __future__ import annotations
-
 from contextlib import suppress
 from pathlib import Path
 from typing import Any

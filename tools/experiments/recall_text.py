@@ -7,8 +7,6 @@ or it lists random words twice. The numbers of names and words lie between 4 and
 logarithmic scale. A seed gives the same documents on every machine.
 """
 
-from __future__ import annotations
-
 import json
 import random
 import string

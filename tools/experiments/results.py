@@ -6,8 +6,6 @@ and a column for at least one metric in `METRICS`. Where several have a result, 
 writes, only the files in `CURVES` and `GAINS` are read. Their first column is taken as the length.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any

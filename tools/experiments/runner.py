@@ -4,8 +4,6 @@ A signal to `tools/sweep.py` is passed on to the cells, which save a checkpoint 
 sweep resumes them. A cell that fails is reported with the end of its log, and the others go on.
 """
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

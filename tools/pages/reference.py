@@ -6,8 +6,6 @@ The meaning of a key is the comment of its field in `megatron/config/sections/`.
 are copied from the error message for a wrong value of the key.
 """
 
-from __future__ import annotations
-
 import ast
 import inspect
 import json

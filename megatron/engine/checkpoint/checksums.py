@@ -5,8 +5,6 @@ of its own content. A CRC-32 finds incomplete writes and flipped bits, but not f
 see the same folder, so each rank computes the checksums of some of the files.
 """
 
-from __future__ import annotations
-
 import json
 import zlib
 from collections.abc import Mapping

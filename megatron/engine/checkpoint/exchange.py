@@ -5,12 +5,9 @@ later export uses this entry to restore the original files: all tensors have the
 dtypes and values as before the import. No optimizer state is imported or exported.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import shutil
-import tempfile
 from collections import defaultdict
 from dataclasses import replace
 from pathlib import Path
@@ -182,11 +179,9 @@ def _write_counters(folder: Path, shape: Shape, step: int, state: dict[str, Any]
 
 def _config_of(record: Record) -> Config:
     """Return the configuration of the run that wrote a checkpoint of this project."""
-    with tempfile.NamedTemporaryFile("w", suffix=".yml") as file:
-        json.dump(record.config, file)
-        file.flush()
-        ranks = math.prod(record.layout.get(degree, 1) for degree in _DEGREES)
-        return load_config([file.name], world_size=ranks)
+    given = [f"{key}={json.dumps(value)}" for key, value in record.config.items()]
+    ranks = math.prod(record.layout.get(degree, 1) for degree in _DEGREES)
+    return load_config([], given, world_size=ranks)
 
 
 def _needs_head(block: BlockShape, activation: str) -> bool:
@@ -255,12 +250,7 @@ def _shape_of(config: Config, block: BlockShape, pos: PositionalEmbedding) -> Sh
 def _args_of(config: Config, weights: dict[str, Tensor]) -> dict[str, Any]:
     """Return the settings that GPT-NeoX compares with its config when it loads an export."""
     m = config.model
-    return {
-        "num_layers": m.num_layers,
-        "hidden_size": m.hidden_size,
-        "num_attention_heads": m.num_attention_heads,
-        "max_position_embeddings": m.max_position_embeddings,
-        "make_vocab_size_divisible_by": m.make_vocab_size_divisible_by,
-        "padded_vocab_size": len(weights[WORDS]),
-        "tokenizer_type": config.data.tokenizer_type,
-    }
+    names = ("num_layers", "hidden_size", "num_attention_heads", "max_position_embeddings")
+    found = {name: getattr(m, name) for name in (*names, "make_vocab_size_divisible_by")}
+    size, kind = len(weights[WORDS]), config.data.tokenizer_type
+    return found | {"padded_vocab_size": size, "tokenizer_type": kind}

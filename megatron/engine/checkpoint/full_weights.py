@@ -10,8 +10,6 @@ In their names, TT is the tensor-parallel rank, D the data-parallel rank and LL 
 `cuts` in `kerple.json` names the sharded weights and the sharded dimension of each.
 """
 
-from __future__ import annotations
-
 import io
 import tempfile
 from collections.abc import Mapping, Sequence

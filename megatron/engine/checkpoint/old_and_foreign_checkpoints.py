@@ -1,7 +1,5 @@
 """Remove old checkpoints of a run (`keep_last_n_checkpoints`); set those of other runs aside."""
 
-from __future__ import annotations
-
 import shutil
 import time
 

@@ -10,8 +10,6 @@ exists, it is renamed to `.replaced-NAME` just before the new folder is renamed,
 end.
 """
 
-from __future__ import annotations
-
 import errno
 import os
 import re
@@ -28,7 +26,7 @@ from megatron.engine.checkpoint.checksums import describe_files, write_record
 from megatron.engine.errors import CheckpointError
 from megatron.engine.job.lease import Confirm, sole_writer
 from megatron.files import UNFINISHED as UNFINISHED_FILE
-from megatron.files import flush, naming, read_start, replacing
+from megatron.files import existing, flush, naming, read_start, replacing
 from megatron.parallel.groups import build_groups
 from megatron.run_folder import RECORD, RunFolder, tag_of
 
@@ -196,9 +194,7 @@ def why_not_written(folder: Path, error: Exception) -> str:
     why = str(error) or type(error).__name__
     if re.search("inline_container|PytorchStreamWriter|iostream", why):
         why = "a file could not be written to its end"  # torch reports only byte counts
-    while not folder.exists():
-        folder = folder.parent
-    disk = os.statvfs(folder)
+    disk = os.statvfs(existing(folder))
     if disk.f_files and not disk.f_favail:
         return f"{why}; all {disk.f_files:,} files (inodes) that its disk can hold are taken"
     free = f"{why}; {disk.f_bavail * disk.f_frsize / 1e6:,.0f} MB are free there"

@@ -6,13 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
 
-from pydantic import (
-    AfterValidator,
-    Field,
-    NonNegativeInt,
-    TypeAdapter,
-    ValidationError,
-)
+from pydantic import AfterValidator, Field, NonNegativeInt, TypeAdapter, ValidationError
 from typing_extensions import TypedDict
 
 from megatron.engine.checkpoint.checksums import FORMAT, MOST_BYTES

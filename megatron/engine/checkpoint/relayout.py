@@ -13,8 +13,6 @@ This module also works around three faults of DeepSpeed 0.19:
 - Loading a checkpoint overwrites the norm to which gradients are clipped.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import io

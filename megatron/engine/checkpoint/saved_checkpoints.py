@@ -8,8 +8,6 @@
 A folder may also hold published (GPT-NeoX) checkpoints, or checkpoints imported from them (`Kind`).
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass, fields

@@ -3,8 +3,6 @@
 If the process is killed at any moment, the previous checkpoint stays usable (see `publish`).
 """
 
-from __future__ import annotations
-
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress

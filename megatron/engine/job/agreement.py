@@ -4,8 +4,6 @@ Each machine has its own copy of the configuration and of the text. If the copie
 module did not check them, the ranks would train different models, or on different samples.
 """
 
-from __future__ import annotations
-
 import socket
 import time
 import uuid

@@ -1,7 +1,5 @@
 """End a command with exit code 1 and without a traceback after an error that the user can fix."""
 
-from __future__ import annotations
-
 import sys
 import traceback
 from collections.abc import Iterator

@@ -15,8 +15,6 @@ If all ranks fail with the same error, only rank 0 prints the error. A rank that
 connection to another rank prints nothing, because the other rank reports the cause.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os
@@ -102,9 +100,7 @@ class Watch:
     """
 
     def __init__(
-        self,
-        silence: float = SILENCE,
-        exchange: Callable[[Store], bool] = lambda store: False,
+        self, silence: float = SILENCE, exchange: Callable[[Store], bool] = lambda store: False
     ) -> None:
         self._silence, self._exchange = silence, exchange
         self._over = threading.Event()

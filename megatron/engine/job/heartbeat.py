@@ -10,8 +10,6 @@ since the other rank's count last changed. So no rank compares the clocks of two
 during which the whole job is suspended does not count as silence.
 """
 
-from __future__ import annotations
-
 import os
 import socket
 import threading
@@ -39,11 +37,7 @@ class Talk(threading.Thread):
     """
 
     def __init__(
-        self,
-        ranks: int,
-        reads_every: int,
-        interval: float,
-        exchange: Callable[[Store], bool],
+        self, ranks: int, reads_every: int, interval: float, exchange: Callable[[Store], bool]
     ):
         super().__init__(name="heartbeat", daemon=True)
         self.over = threading.Event()

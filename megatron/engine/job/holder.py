@@ -1,7 +1,5 @@
 """Describe the process that holds a lease, and find out whether that process is alive."""
 
-from __future__ import annotations
-
 import os
 import socket
 import time

@@ -3,8 +3,6 @@
 DeepSpeed, whose import takes seconds, is imported only to join torchrun's job.
 """
 
-from __future__ import annotations
-
 import os
 from contextlib import AbstractContextManager, nullcontext
 

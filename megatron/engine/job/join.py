@@ -4,8 +4,6 @@ Joining initialises torch.distributed and silences DeepSpeed's log. Importing th
 DeepSpeed, which takes seconds.
 """
 
-from __future__ import annotations
-
 import logging
 import os
 from collections.abc import Iterator

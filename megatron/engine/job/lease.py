@@ -17,8 +17,6 @@ A process can hand its lease to a process that it starts (`handed`). The new pro
 lease by its own, so that no other process can take the folder in between.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import random

@@ -6,8 +6,6 @@ time-out is set. So use a connection only in a separate thread, and never wait f
 without a time limit.
 """
 
-from __future__ import annotations
-
 import os
 import socket
 import time

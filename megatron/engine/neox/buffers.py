@@ -4,8 +4,6 @@ A model computes these buffers from the configuration, and never loads them from
 stored buffers are only compared with the computed ones.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -4,8 +4,6 @@ Both are in the file `mp_rank_00_model_states.pt`. It is no error if this file i
 of an unexpected type is treated as missing.
 """
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 from typing import Any

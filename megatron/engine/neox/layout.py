@@ -23,8 +23,6 @@ Since 2024, gpt-neox gives some tensors other names, and has additional tensors 
 Legend: L layers, N tensor-parallel ranks, H heads. (In `theta_HN`, N counts parameters per head.)
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Sequence
 

@@ -11,8 +11,6 @@ GPT-NeoX defines the order of its elements. `safe_load` opens the files, so they
 Legend: L layers, N tensor-parallel ranks.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace

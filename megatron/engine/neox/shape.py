@@ -1,7 +1,5 @@
 """Define the properties of a model that determine how published (GPT-NeoX) files store it."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

@@ -16,15 +16,13 @@ after the checkpoint from which it resumes, so that each step occurs once. A run
 On a terminal, a progress line below the other lines is rewritten after each step.
 """
 
-from __future__ import annotations
-
 import errno
 import os
 import stat
 import sys
 import time
 from collections.abc import Callable, Mapping
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +39,7 @@ FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 NO_SINKS = LoggingConfig()
 
 
-class RunLog:
+class RunLog(AbstractContextManager):
     """The log of one run. Its methods do nothing on ranks other than the main rank.
 
     Args:
@@ -244,9 +242,6 @@ class RunLog:
             return False
         self._unwritten = []
         return True
-
-    def __enter__(self) -> RunLog:
-        return self
 
     def __exit__(self, kind: type | None, *_: object) -> None:
         self.close(failed=kind is not None)

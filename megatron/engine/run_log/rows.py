@@ -3,8 +3,6 @@
 Metrics are numbers and nested lists of numbers.
 """
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Callable, Iterator, Mapping

@@ -13,10 +13,7 @@ the new file has a `purge_step`: TensorBoard hides the events of this and later 
 files. So each step occurs once.
 """
 
-from __future__ import annotations
-
 import os
-import tempfile
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -24,7 +21,7 @@ from typing import Any
 from megatron.config.sections.data import LoggingConfig
 from megatron.engine.errors import RunLogError
 from megatron.engine.run_log.rows import flat
-from megatron.files import read_start, write_text
+from megatron.files import existing, read_start, why_unwritable, write_text
 from megatron.run_folder import TIMES, RunFolder
 
 Row = Mapping[str, Any]
@@ -50,15 +47,9 @@ class TensorBoard:
                 f"tensorboard_dir: {folder} needs the package tensorboard ({error}); install it "
                 "with `pip install tensorboard==2.21.0`, or leave the key out"
             ) from error
-        try:  # now, before the run changes its other files
-            folder.mkdir(parents=True, exist_ok=True)
-            with tempfile.TemporaryFile(dir=folder):
-                pass
-        except OSError as error:
-            raise RunLogError(
-                f"tensorboard_dir: {folder} cannot be written ({error.strerror}); write another "
-                "folder, or leave the key out"
-            ) from error
+        if why := why_unwritable(existing(folder)):  # now, before the run changes its other files
+            text = "write another folder, or leave the key out"
+            raise RunLogError(f"tensorboard_dir: {folder} {why}; {text}")
         self._create, self._settings = SummaryWriter, settings
         self._folder = folder
         self._writer: Any = None

@@ -14,8 +14,6 @@ rank, in every ZeRO stage, that the gradient is not finite, and skips the update
 fp16 overflow.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """Bring micro-batches to the device, as inputs and targets, and count the targets of a step."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 

@@ -1,7 +1,5 @@
 """Build the DeepSpeed engine of a training job from its config."""
 
-from __future__ import annotations
-
 from typing import Any
 from unittest import mock
 
@@ -14,11 +12,7 @@ from torch import nn
 from megatron.config import Config
 from megatron.engine.model_shape import numerics_of
 from megatron.engine.training.compiled import compile_model
-from megatron.engine.training.optimizer import (
-    build_optimizer,
-    optimizer_kind,
-    parameter_groups,
-)
+from megatron.engine.training.optimizer import build_optimizer, optimizer_kind, parameter_groups
 from megatron.engine.training.schedule import AnnealingLR, schedule_of
 from megatron.numerics import WIDE, Numerics
 from megatron.parallel.groups import Groups

@@ -9,9 +9,8 @@ it calls them in the reverse order. Each hook saves and restores its own state. 
 the states of all hooks in one dict.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
@@ -63,7 +62,7 @@ class Step:
         return f"samples {last + 1 - steps * self.batch_size} to {last} of the split train"
 
 
-class Hook:
+class Hook(AbstractContextManager):
     """The base class of hooks. Its methods do nothing, so a hook defines only those that it needs.
 
     Every rank has the same hooks, so a hook may call collectives.
@@ -98,9 +97,6 @@ class Hook:
 
     def load_state(self, state: Mapping[str, Any]) -> None:
         """Restore this hook from `state`, the state of all hooks. `state` is empty in a new run."""
-
-    def __enter__(self) -> Hook:
-        return self
 
     def __exit__(self, *error: object) -> None:
         pass

@@ -6,8 +6,6 @@ bounds. Everything else is a hook: guards, logs, validation, checkpoints. Checkp
 state of all hooks, so a resumed run takes the same steps as an uninterrupted run.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import InitVar, dataclass

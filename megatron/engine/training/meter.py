@@ -3,8 +3,6 @@
 A resumed run continues its meter, so the average may contain steps of an earlier process.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

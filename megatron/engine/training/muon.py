@@ -20,8 +20,6 @@ begin or end within a matrix. Each rank keeps the momentum of its slice. Before 
 gather the slices, and each rank computes the update of every matrix that its slice touches.
 """
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

@@ -5,8 +5,6 @@ positional embedding, has weight decay only if `weight_decay_positional` is set.
 KERPLE code, theta always has weight decay.) If all of theta is frozen, it has no weight decay.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -114,11 +112,7 @@ def build_optimizer(
     if kind == "muon":
         assert ranks is not None
         return MuonWithAdamW(
-            groups,
-            **adam,
-            momentum=section.momentum,
-            split_fused=section.split_fused,
-            ranks=ranks,
+            groups, **adam, momentum=section.momentum, split_fused=section.split_fused, ranks=ranks
         )
     raise ValueError(f"optimizer {kind!r} is unknown; use adam, sgd or muon")
 

@@ -4,8 +4,6 @@ The training loop gives every stage of a pipeline the same batches, so that all 
 samples. Only the first stage uses the inputs, and only the last stage uses the targets.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace

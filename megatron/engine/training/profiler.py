@@ -6,8 +6,6 @@ these steps. The files are written into the run folder after the last of these s
 of training if that comes first.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import torch

@@ -26,8 +26,6 @@ wsd_decay_style (with Megatron-LM's names) selects c(r). `cosine` agrees with GP
     minus_sqrt            1 - sqrt(r)
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from dataclasses import asdict, dataclass

@@ -13,8 +13,6 @@ Blocks that are computed again in the backward pass do not count twice. The mode
 (MFU) is the rate of these operations, divided by the peak rate.
 """
 
-from __future__ import annotations
-
 import resource
 from collections import Counter
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """Log the loss, the speed and theta every `log_interval` steps, and check that they are finite."""
 
-from __future__ import annotations
-
 import math
 import time
 from collections.abc import Mapping
@@ -67,8 +65,7 @@ class StepLog(Hook):
         """
         if step.good:
             self._meter.add(step.loss)
-        if news := self._compilations.news():
-            self.log.line(f"  step {step.number}: {news}")
+        self._compilations.after_step()
         mean = self._finite_loss(step) if step.logs or step.may_save else math.nan
         # The loss was computed before the update, so it does not show what the update did.
         if step.may_save and not all_finite(cast(nn.Module, self.engine.module), self.groups):

@@ -6,8 +6,6 @@ After each optimizer step, this module clamps the master and the model's copy to
 ZeRO stage determines where the master is stored.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 

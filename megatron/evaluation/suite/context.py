@@ -1,7 +1,5 @@
 """Measure what far context is worth: windowed twin, exact context, far-swap, receptive field."""
 
-from __future__ import annotations
-
 import numpy as np
 
 from megatron.evaluation.suite.intervals import mean_of

@@ -9,8 +9,6 @@ A head is collapsed if it puts more than `COLLAPSED` of its attention on the fir
 null key: there it finds the same at each query, so it says nothing about the text.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from itertools import count

@@ -1,7 +1,5 @@
 """Measure the loss on key tokens, those whose prediction gains from long context (LongPPL)."""
 
-from __future__ import annotations
-
 import numpy as np
 
 from megatron.evaluation.suite.intervals import estimate

@@ -1,7 +1,5 @@
 """Define the inputs and the results of the suite's measures."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any

@@ -1,7 +1,5 @@
 """Measure the loss by length and by position."""
 
-from __future__ import annotations
-
 import math
 
 import numpy as np

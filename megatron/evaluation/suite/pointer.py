@@ -12,8 +12,6 @@ that expectation maximisation finds on the other parts. Documents that repeat ea
 one, so that no copy teaches the weights.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

@@ -7,8 +7,6 @@ tokens as the text, in almost the same places. So a model that counts tokens, in
 nothing, except for RULER's `words`, whose control has other counts: there counting is the task.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import groupby

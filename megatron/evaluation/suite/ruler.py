@@ -13,8 +13,6 @@ RULER's single needle is `recall.passkey`. In the control `binding`, the other k
 have the answers. In the control `order`, the answer's tokens stand in reverse order.
 """
 
-from __future__ import annotations
-
 from functools import partial
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Say in a few sentences what the measures mean together."""
 
-from __future__ import annotations
-
 from megatron.evaluation.suite.intervals import FEWEST
 from megatron.evaluation.suite.measure import Measure
 from megatron.readable_numbers import told_apart
