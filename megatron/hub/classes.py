@@ -230,11 +230,6 @@ OPT = HubClass(
 )
 # fmt: on
 CLASSES = (NEOX, LLAMA, MISTRAL, QWEN2, QWEN3, OLMO2, STABLELM, PHI, GPTJ, _GPT, OPT)
-_REFUSED: dict[str, str] = dict.fromkeys(
-    ("gemma", "gemma2", "gemma3", "gemma3_text"),
-    "its norms multiply by 1 + weight and its embeddings are scaled, which no key of ours says",
-)
-"""Maps values of `model_type` to what prevents the import of this family."""
 
 
 def class_of(found: Mapping[str, Any]) -> HubClass:
@@ -243,15 +238,9 @@ def class_of(found: Mapping[str, Any]) -> HubClass:
     Raises:
         HubError: The config.json names a class that is not in `CLASSES`.
     """
-    by_type = {each.model_type: each for each in CLASSES}
-    named, type_name = (
-        found.get("architectures") or found.get("model_type"),
-        found.get("model_type"),
-    )
-    if why := _REFUSED.get(str(type_name)):
-        raise HubError(f"its class is {named!r}: {why}")
-    kind = by_type.get(str(type_name))
-    if kind is None or found.get("architectures") not in (None, [], [kind.name]):
-        known = ", ".join(each.name for each in CLASSES)
+    classes, model_type = found.get("architectures"), found.get("model_type")
+    kind = next((each for each in CLASSES if each.model_type == model_type), None)
+    if kind is None or classes not in (None, [], [kind.name]):
+        named, known = classes or model_type, ", ".join(each.name for each in CLASSES)
         raise HubError(f"its class is {named!r}; only {known} can be imported")
     return kind

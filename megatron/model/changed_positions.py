@@ -32,7 +32,7 @@ from megatron.model.theta import (
     is_theta,
     trained_theta,
 )
-from megatron.parallel.sharding import local_slice
+from megatron.parallel.sharding import full_shape, local_slice
 from megatron.positional import PositionalEmbedding
 
 TABLE = "embedding.position_embeddings.weight"
@@ -138,7 +138,8 @@ class ChangedPositions:
             for i, n in enumerate(columns_of(self.new, trained=True, shared=shared)):
                 if name in parameters and n in values:
                     param = parameters[name]
-                    param[:, i] = local_slice(param, values[n][:, None])[:, 0]
+                    full_H1 = values[n][:, None].expand(full_shape(param)[0], 1)
+                    param[:, i] = local_slice(param, full_H1)[:, 0]
 
     @torch.no_grad()
     def fill(self, parameters: Mapping[str, nn.Parameter], weights: Mapping[str, Tensor]) -> None:
@@ -155,18 +156,10 @@ class ChangedPositions:
         parts = [weights[name] for name in (THETA, SHARED_THETA) if name in weights]
         old_HN = trained_theta(self.old, parts) if parts else torch.empty(0)
         place = {n: i for i, n in enumerate(columns_of(self.old, trained=True))}
-        values = {}
+        values = {n: torch.tensor([x]) for n in self.added if (x := self._gentle(n)) is not None}
         for n, old in self.kept.items():
             values[n] = old_HN[: 1 if self.new.parameters[n].shared else None, place[old]]
         self.set_columns(parameters, values)
-        for name, shared in ((THETA, False), (SHARED_THETA, True)):
-            for i, n in enumerate(columns_of(self.new, trained=True, shared=shared)):
-                if (
-                    name in parameters
-                    and n in self.added
-                    and (gentle := self._gentle(n)) is not None
-                ):
-                    parameters[name][:, i] = gentle
         for name, param in parameters.items() if self.gentle else ():
             if name == TABLE and name not in weights:
                 param.zero_()

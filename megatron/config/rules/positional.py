@@ -75,30 +75,14 @@ def _sinusoidal(pos_emb: Any, hidden: int) -> Found | None:
         return "hidden_size", f"{text}; write {hidden + 1}"
 
 
-@relation(
-    "pos_emb",
-    "max_position_embeddings",
-    "opt_pos_emb_offset",
-    "random_positions",
-    "seq_length",
-    "seq_length_val",
-    "eval_lengths",
-)
+@relation()
 def _learned(
-    pos_emb: Any,
-    rows: int,
-    offset: int,
-    drawn: int,
-    seq: int,
-    seq_val: int,
-    lengths: tuple[int, ...],
-) -> Found | None:
-    asked = {
-        "random_positions": drawn,
-        "seq_length": seq,
-        "seq_length_val": seq_val,
-        "eval_lengths": max(lengths, default=0),
-    }
+    pos_emb: Any, max_position_embeddings: int, opt_pos_emb_offset: int, random_positions: int,
+    seq_length: int, seq_length_val: int, eval_lengths: tuple[int, ...],
+) -> Found | None:  # fmt: skip
+    asked = {"random_positions": random_positions, "seq_length": seq_length}
+    asked |= {"seq_length_val": seq_length_val, "eval_lengths": max(eval_lengths, default=0)}
+    rows, offset = max_position_embeddings, opt_pos_emb_offset
     name = next((name for name, length in asked.items() if length + offset > rows), None)
     if "learned" in terms_of(pos_emb) and name is not None:
         shifted = f" + opt_pos_emb_offset {offset}" if offset else ""

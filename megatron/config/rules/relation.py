@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from inspect import signature
 from typing import Any
 
 Values = dict[str, Any]
@@ -20,11 +21,12 @@ def relation(*names: str, unset: bool = False) -> Callable[[Relation], Relation]
     returns (field name, error message), otherwise None.
 
     Args:
+        names: The fields. Without names, they are the fields that the function's parameters name.
         unset: Whether the rule also applies if a field is None.
     """
 
     def register(function: Relation) -> Relation:
-        _RELATIONS.append((names, unset, function))
+        _RELATIONS.append((names or tuple(signature(function).parameters), unset, function))
         return function
 
     return register

@@ -62,7 +62,7 @@ class Place:
             expand without limit.
         expanded: The number of bytes decompressed so far. A compressed file inside a compressed
             archive counts twice.
-        records: The number of records read so far, in a table or an archive of lm_dataformat.
+        records: The number of records read so far, in a table.
     """
 
     name: str

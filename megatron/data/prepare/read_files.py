@@ -18,7 +18,6 @@ from itertools import groupby
 from typing import Any
 
 from megatron.data.prepare import chunks
-from megatron.data.prepare.archive import read_archive
 from megatron.data.prepare.chunks import Chunk, Fault, Limits, Place, foreign_bytes
 from megatron.data.prepare.compression import CountedFile, decompressed, hash_file, read_out
 from megatron.data.prepare.read_tables import read_hub, read_parquet
@@ -46,10 +45,7 @@ def read_source(
     """
     place = Place(source.path, limits, source.size)
     with foreign_bytes(place):
-        # lm_dataformat reads texts under its own key alone.
-        other = source.kind == "archive" and keys != ("text",)
-        reader = _READERS["jsonl" if other else source.kind]
-        yield from reader(source, keys, facts, place)
+        yield from _READERS[source.kind](source, keys, facts, place)
 
 
 class _TarEntry(tarfile.TarInfo):
@@ -188,7 +184,6 @@ def _read_zip(source: Source, keys: tuple[str, ...], facts: dict, place: Place) 
 
 _READERS: dict[str, Callable[..., Iterator[Chunk]]] = {
     "jsonl": _sequential(chunks.line_chunks),
-    "archive": read_archive,
     "tar": _sequential(_read_tar),
     "dat": _sequential(_read_dat),
     "text": _read_text,

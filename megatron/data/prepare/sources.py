@@ -3,7 +3,6 @@
 | kind | input | documents |
 |---|---|---|
 | jsonl | .jsonl .json .ndjson | each line, which is a JSON object or string |
-| archive | a folder that lm_dataformat's `Archive` wrote | each record of its files |
 | tar | .tar .tgz | each record of its jsonl files, and each of its other files |
 | dat | .dat, an archive of lm_dataformat | each document of the archive |
 | text | .txt .text .md .rst .tex .py .html .xml | the complete file |
@@ -23,7 +22,6 @@ from __future__ import annotations
 import glob
 import hashlib
 import os
-import re
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -44,7 +42,6 @@ KINDS = {suffix: kind for kind, suffixes in _SUFFIXES.items() for suffix in suff
 _RANDOM_ACCESS = ("zip", "parquet")  # these files cannot be compressed as a whole
 _ARROW = ("dataset_info.json", "dataset_dict.json")  # the `datasets` library writes these files
 _IGNORED = ("__pycache__", "current_chunk_incomplete")  # lm_dataformat leaves the second one behind
-_OF_ARCHIVE = re.compile(r"data_\d+_time\d+_.*\.jsonl\.zst")  # names that lm_dataformat gives
 
 
 @dataclass
@@ -53,7 +50,7 @@ class Source:
 
     Attributes:
         path: A file, a folder, or `hub:ID[:SPLIT]`.
-        kind: One of "jsonl", "archive", "tar", "dat", "text", "zip", "parquet" and "hub".
+        kind: One of "jsonl", "tar", "dat", "text", "zip", "parquet" and "hub".
         size: The number of bytes, or 0 if it is unknown.
         paths: The files of the source in order if its kind is text, otherwise an empty list.
     """
@@ -158,6 +155,4 @@ def _add_folder(folder: str, sources: list[Source], faults: list[str]) -> None:
     if not found and not unreadable:
         faults.append(f"{folder}: a folder without files")
     for path in found:
-        of_archive = _OF_ARCHIVE.fullmatch(os.path.basename(path))
-        kind = "archive" if of_archive else kind_of(path) or "text"
-        _add(sources, path, kind, faults, folder=True)
+        _add(sources, path, kind_of(path) or "text", faults, folder=True)
