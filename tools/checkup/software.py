@@ -16,9 +16,9 @@ from collections.abc import Iterator
 from importlib import metadata
 from pathlib import Path
 
+from megatron.shipped import ROOT
 from tools.checkup.finding import OK, PROBLEM, WARNING, Case, Finding, judged
 
-ROOT = Path(__file__).parents[2]
 TRITON_TESTED = ((3, 6), (3, 9))
 """The oldest and the newest Triton with which the kernels were tested."""
 
