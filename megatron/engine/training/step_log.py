@@ -53,9 +53,6 @@ class StepLog(Hook):
     def state(self) -> dict[str, Any]:
         return self._meter.state()
 
-    def begin(self, step: int) -> None:
-        self._timed_from = step + 1
-
     def before_step(self, number: int) -> None:
         self._start = time.monotonic()
 
@@ -79,7 +76,6 @@ class StepLog(Hook):
         if step.logs:
             self._log(step, mean)
             self._meter.reset()
-            self._timed_from = step.number + 1
 
     def _finite_loss(self, step: Step) -> float:
         """Return the mean loss since the last log line over all ranks, without skipped steps.
@@ -104,7 +100,8 @@ class StepLog(Hook):
         training, length = self.config.training, self.config.model.seq_length
         seconds = self._meter.seconds_per_step
         rate = step.batch_size * length / seconds
-        lengths = [*map(self.config.length_of, range(self._timed_from, step.number + 1))]
+        after = step.number - self._meter.timed
+        lengths = [*map(self.config.length_of, range(after + 1, step.number + 1))]
         values: dict[str, Any] = {
             "train/loss": loss,
             "train/lr": step.lr,

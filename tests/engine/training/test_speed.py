@@ -124,7 +124,6 @@ def test_skipped_steps_count_in_the_speed(config, monkeypatch, tmp_path):
     shape = shape_of(c, 264)
     hook = StepLog(c, engine, CPU, theta, speed_of(c, shape, CPU, []), log)
     hook.load_state({})
-    hook.begin(0)
     for number in range(1, 11):
         step = Step(
             number, 0.1, torch.ones(()), None, 8 * number, 8,
