@@ -70,15 +70,16 @@ def next_batches(
         yield *counting.pair(on_device(array, groups.device)), divisor
 
 
-def cut(tokens_BS: np.ndarray, length: int) -> np.ndarray:
-    """Return the sequences [B, S] cut into sequences of `length` inputs, [B (S - 1) / length, S'].
+def cut(batches: Iterator[np.ndarray], length: int) -> Iterator[np.ndarray]:
+    """Yield each micro-batch [B, S], cut into sequences of `length` inputs: [B (S - 1) / length, S'].
 
     S' is `length` + 1. All targets stay: a sequence begins with the last target of the one before.
     """
-    if tokens_BS.shape[1] == length + 1:
-        return tokens_BS
-    windows = np.lib.stride_tricks.sliding_window_view(tokens_BS, length + 1, axis=1)
-    return windows[:, ::length].reshape(-1, length + 1)
+    for tokens_BS in batches:
+        if tokens_BS.shape[1] > length + 1:
+            windows = np.lib.stride_tricks.sliding_window_view(tokens_BS, length + 1, axis=1)
+            tokens_BS = windows[:, ::length].reshape(-1, length + 1)
+        yield tokens_BS
 
 
 def on_device(array: np.ndarray, device: torch.device) -> torch.Tensor:

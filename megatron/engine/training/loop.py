@@ -149,10 +149,14 @@ class TrainingLoop:
         if length != self._length and isinstance(self.engine, PipelineEngine):
             self.engine.reset_activation_shape()  # the stages tell each other the new shape
         self._length = length
-        shorter = (cut(each, length) for each in batches)
         with explained_overflow(self.engine, number):
             loss, norm = train_step(
-                self.engine, shorter, accumulation, self.groups, self.hooks, self.counting
+                self.engine,
+                cut(batches, length),
+                accumulation,
+                self.groups,
+                self.hooks,
+                self.counting,
             )
         self.theta.project()
         self.log.progress(number, training.train_iters)

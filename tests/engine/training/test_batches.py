@@ -84,10 +84,10 @@ def test_the_divisor_is_the_mean_number_of_targets_of_all_micro_batches():
 
 def test_sequences_are_cut_at_equal_lengths_and_keep_every_target():
     tokens = np.arange(26).reshape(2, 13)
-    found = cut(tokens, 4)
+    found, whole, single = (next(cut(iter([tokens]), length)) for length in (4, 12, 1))
     assert found.tolist() == [
         [0, 1, 2, 3, 4], [4, 5, 6, 7, 8], [8, 9, 10, 11, 12],
         [13, 14, 15, 16, 17], [17, 18, 19, 20, 21], [21, 22, 23, 24, 25],
     ]  # fmt: skip
-    assert found.flags.writeable and cut(tokens, 12) is tokens
-    assert cut(tokens, 1)[:, 1].tolist() == tokens[:, 1:].ravel().tolist()
+    assert found.flags.writeable and whole is tokens
+    assert single[:, 1].tolist() == tokens[:, 1:].ravel().tolist()

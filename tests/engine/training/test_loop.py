@@ -21,12 +21,6 @@ from tests.helpers.paths import ROOT
 CPU = build_groups(torch.device("cpu"))
 
 
-class Loader(list):
-    """The batches of a run whose steps are replaced."""
-
-    consumed_samples = 0
-
-
 class Engine:
     """An engine whose losses are given, and whose gradient is (3, 4) times the loss scale."""
 
@@ -136,7 +130,7 @@ def flags(monkeypatch):
         theta = SimpleNamespace(project=lambda: said.append("clamped"))
         log = SimpleNamespace(progress=lambda *given: said.append(given), line=said.append)
         training = loop.TrainingLoop(config, engine, CPU, theta, log, [Spy()], {})
-        training.run(Loader(), 0)
+        training.run(SimpleNamespace(consumed_samples=0), 0)
         return seen, said
 
     return run
