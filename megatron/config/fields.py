@@ -236,6 +236,14 @@ def _betas(value: Any) -> tuple[float, float]:
     return float(value[0]), float(value[1])
 
 
+def _stages(value: Any) -> tuple[tuple[int, int], ...]:
+    """Check pairs (step, length). Steps are at least 0, and lengths at least 1."""
+    pairs = value if isinstance(value, (list, tuple)) else [value]
+    if not all(isinstance(pair, (list, tuple)) and len(pair) == 2 for pair in pairs):
+        raise wrong("a list of [step, length]", value, "e.g. [[0, 128], [5000, 512]]")
+    return tuple((whole_number(0)(step), whole_number(1)(length)) for step, length in pairs)
+
+
 def _split(value: Any) -> str:
     """Check GPT-NeoX's `split`: the proportions of train, valid and test documents, as text."""
     write = "e.g. '969, 30, 1'"
@@ -268,5 +276,6 @@ Names = Annotated[
 Lengths = Annotated[tuple[int, ...], BeforeValidator(whole_numbers(1))]
 Steps = Annotated[tuple[int, ...], BeforeValidator(whole_numbers(0))]
 Betas = Annotated[tuple[float, float], BeforeValidator(_betas)]
+Stages = Annotated[tuple[tuple[int, int], ...], BeforeValidator(_stages)]
 Split = Annotated[str, BeforeValidator(_split)]
 Frozen = Annotated[dict[str, Any], AfterValidator(FrozenDict)]

@@ -28,6 +28,7 @@ from megatron.config.neox.translation import Translation
 from megatron.config.reader import Given, Settings, merge, read_file, read_override
 from megatron.config.rules.relation import broken
 from megatron.config.schema import SECTIONS, Config
+from megatron.shipped import find
 
 _FIELDS = {
     name: info for section in SECTIONS.values() for name, info in section.model_fields.items()
@@ -53,7 +54,7 @@ def load_config(
     by key at every level. The value null removes a key.
 
     Args:
-        files: The paths of the YAML files.
+        files: The YAML files, as `shipped.find` takes them.
         overrides: Texts of the form `key=value`, as after `-o` on the command line.
         world_size: The number of processes, as a number or as the text of WORLD_SIZE.
 
@@ -64,6 +65,7 @@ def load_config(
     if not str(world_size).isdecimal() or int(world_size) < 1:
         text = f"the number of processes, is {str(world_size)!r}; unset it, or start with torchrun"
         raise ConfigError([Problem(None, "WORLD_SIZE", text)])
+    files = [find(file) for file in files]
     settings: Settings = {}
     problems: list[Problem] = []
     for found, wrong in [*map(read_file, files), *map(read_override, overrides)]:

@@ -24,6 +24,7 @@ import yaml
 
 from megatron.config.errors import ConfigError, Mark, Problem
 from megatron.files import without_waiting
+from megatron.shipped import shipped
 from megatron.suggest import did_you_mean
 
 KeyPath = tuple[str, ...]
@@ -214,9 +215,9 @@ def read_file(path: str | Path) -> tuple[Settings, list[Problem]]:
             content = file.read(_MAX_BYTES + 1)
         text = content.decode("utf-8-sig")
     except FileNotFoundError:
-        near = did_you_mean(
-            Path(path).name, (each.name for each in Path(path).parent.glob("*.yml"))
-        )
+        folders = (Path(path).parent, shipped(path).parent)
+        names = (each.name for folder in folders for each in folder.glob("*.yml"))
+        near = did_you_mean(Path(path).name, names)
         here = "" if Path(path).is_absolute() else f"the current folder is {Path.cwd()}; "
         why = f"no such file; {near}{here}check the path"
     except OSError as error:

@@ -52,6 +52,11 @@ class Config(BaseModel):
         """Return pairs (section name, section), in the order in which the fields are declared."""
         return ((name, getattr(self, name)) for name in SECTIONS)
 
+    def length_of(self, step: int) -> int:
+        """Return the length of the sequences in step `step`, where 1 is the first step."""
+        begun = [length for after, length in self.training.curriculum if after < step]
+        return begun[-1] if begun else self.model.seq_length
+
     def to_flat_dict(self) -> dict[str, Any]:
         """Return all settings as a dict of GPT-NeoX keys that can be written as JSON or YAML.
 

@@ -14,10 +14,10 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from megatron.data.errors import DataError
+from megatron.shipped import ROOT
 
 NAMES = ("lm_eval", "evaluate")
-_ROOT = Path(__file__).resolve().parents[2]
-_OWN = (_ROOT, _ROOT / "tools")
+_OWN = (ROOT, ROOT / "tools")
 
 
 class _Elsewhere:

@@ -14,7 +14,7 @@ from megatron.engine.build import describe_attention, plan_of, tokenizer_of
 from megatron.engine.errors import StartError
 from megatron.engine.gpus import gpu_named
 from megatron.engine.model_shape import DTYPES
-from megatron.engine.training.speed import flops_per_token, keys_per_query
+from megatron.engine.training.speed import flops_per_token, mean_keys
 from megatron.model import GPT
 from megatron.plan.memory import peak_of
 from megatron.plan.step import Step
@@ -75,8 +75,10 @@ def plan_text(
     if sent := _table(sent_per_step(config, step)):
         lines += ["what this rank sends in a step, in GiB", *sent]
     rate = (gpu.rate32 if precision == "fp32" else gpu.rate16) * efficiency
-    flop = flops_per_token(plan.shape, keys_per_query(config))
+    flop = flops_per_token(plan.shape, mean_keys(config))
     lines += [*_time_lines(config, flop, rate, price)]
+    if config.training.curriculum:
+        lines += ["a step's time is the mean over the lengths of the curriculum"]
     if config.model.reset_attention_mask:
         lines += ["each sequence counts as one document; shorter documents take less time"]
     return "\n".join(lines)

@@ -16,6 +16,7 @@ from megatron.data.shards.joined import join, open_each
 from megatron.data.tokenizers.build import build_tokenizer
 from megatron.files import existing, why_unwritable
 from megatron.run_folder import RunFolder
+from megatron.shipped import find
 
 _NEOX = "20B_tokenizer.json"
 _NEOX_URL = "https://huggingface.co/EleutherAI/gpt-neox-20b/resolve/main/tokenizer.json"
@@ -65,7 +66,7 @@ def _text(config: Config) -> Iterator[Finding]:
 def _missing_files(data: DataConfig) -> Iterator[str]:
     """Yield a line for each missing file of the tokenizer, with the command that makes it."""
     for key, path in (("vocab_file", data.vocab_file), ("merge_file", data.merge_file)):
-        if path is None or Path(path).is_file():
+        if path is None or find(path).is_file():
             continue
         how = "copy the file of the published model there, or name your own"
         if Path(path).name in GPT2_FILES:

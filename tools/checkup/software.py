@@ -14,9 +14,8 @@ from collections.abc import Iterator
 from importlib import metadata
 from pathlib import Path
 
+from megatron.shipped import ROOT
 from tools.checkup.finding import OK, PROBLEM, WARNING, Case, Finding, judged
-
-ROOT = Path(__file__).parents[2]
 
 
 def _version(name: str) -> str | None:

@@ -28,6 +28,7 @@ from pydantic import ValidationError
 from megatron.config import Config, ConfigError, Problem, load_config
 from megatron.config.errors import Mark
 from megatron.config.reader import Settings, read_file
+from megatron.shipped import find
 from megatron.suggest import nearest
 from tools.experiments.description import (
     BEST,
@@ -99,6 +100,7 @@ def read_grid(path: Path, given: Mapping[str, str] | None = None) -> Grid:
     Raises:
         ConfigError: The file cannot be read, or is not a grid.
     """
+    path = find(path)
     settings, problems = read_file(path)
     if problems:
         raise ConfigError(problems)

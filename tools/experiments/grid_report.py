@@ -16,12 +16,13 @@ import pandas as pd
 from megatron.config.choices import PUBLISHED_POSITIONAL_NAMES
 from megatron.files import parse_json, read_small, write_bytes, write_text
 from megatron.readable_numbers import decimals
+from megatron.shipped import ROOT
 from tools.experiments.claims import Verdict, significant
 from tools.experiments.grid import Grid, filled
 from tools.experiments.moved_theta import VALUES
 from tools.experiments.results import CURVES, GAINS, Frame
 
-PAPER = Path(__file__).parents[2] / "configs" / "paper" / "tables.json"
+PAPER = ROOT / "configs" / "paper" / "tables.json"
 MOVED_NOTE = (
     "What training did to the kernels' parameters: means over heads and seeds. Change: the root "
     "mean square over heads of end minus start. Of the start: this change, divided by the root "

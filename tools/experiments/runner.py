@@ -19,8 +19,9 @@ from megatron.errors import UserError
 from megatron.files import without_waiting
 from megatron.readable_numbers import clock
 from megatron.run_folder import RunFolder
+from megatron.shipped import ROOT
 from tools.experiments.grid import Cell
-from tools.experiments.state import ROOT, Record, is_complete, share_done, state_of
+from tools.experiments.state import Record, is_complete, share_done, state_of
 
 _TAIL, _TAIL_BYTES = 12, 1 << 16  # the last lines of the log of a failed cell that are shown
 _REPORT_SECONDS = 60.0

@@ -30,7 +30,6 @@ from megatron.run_folder import RunFolder
 from megatron.version import fingerprint
 from tools.experiments.grid import Cell
 
-ROOT = Path(__file__).parents[2]
 RECORD = "cell.json"
 INDEX = "cells.csv"
 Frame = Any

@@ -41,6 +41,7 @@ def translate(settings: Settings) -> Translation:
     keys_read_together.read_width(others, out)
     keys_read_together.read_vocabulary(out)
     keys_read_together.read_attention(others, out)
+    keys_read_together.read_curriculum(others, out)
     keys_read_together.note_dape(out)
     return out
 

@@ -22,6 +22,7 @@ from megatron.config.sections.model import ModelConfig
 KEYS = {
     "attention_config",
     "checkpoint_factor",
+    "curriculum_learning",
     "expansion_factor",
     "lr_decay_fraction",
     "fp16.enabled",
@@ -163,6 +164,34 @@ def read_attention(others: dict[str, Given], out: Translation) -> None:
     out.notes.append(
         f"attention_config: {' and '.join(types)} attention covers the full "
         f"sequence, and {named} chooses how it is computed (auto: fused kernels on a GPU)"
+    )
+
+
+def read_curriculum(others: dict[str, Given], out: Translation) -> None:
+    """Read `curriculum_learning`, DeepSpeed's schedule of the length, as `curriculum`.
+
+    If the lengths do not rise at given steps (`fixed_discrete`), add a problem to `out`.
+    """
+    given, key = others.get("curriculum_learning"), "curriculum_learning"
+    if not given or (isinstance(given.value, dict) and not given.value.get("enabled")):
+        return
+    kind = stages = None
+    try:
+        kind = given.value.get("curriculum_type", "seqlen"), given.value["schedule_type"]
+        schedule = given.value["schedule_config"]
+        stages = [*zip([0, *schedule["max_step"]], schedule["difficulty"], strict=True)]
+    except (AttributeError, KeyError, TypeError, ValueError):
+        pass  # reported below
+    if kind != ("seqlen", "fixed_discrete") or not stages or "curriculum" in out.given:
+        text = "only curriculum_type seqlen with schedule_type fixed_discrete is built, with the "
+        text += "lists difficulty and max_step, because the lengths of other schedules do not "
+        text += "divide seq_length; write curriculum: [[0, 128], [5000, 512]] instead"
+        out.problem(given.mark, key, text)
+        return
+    out.given["curriculum"] = Given(stages, given.mark)
+    out.notes.append(
+        f"{key}: curriculum is {[*map(list, stages)]}; GPT-NeoX drops the rest of each sequence, "
+        "and here a step reads all of its tokens in shorter sequences"
     )
 
 

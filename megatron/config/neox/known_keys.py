@@ -26,7 +26,7 @@ OPAQUE = (
     OFFLOAD_KEYS
     | frozenset(NO_EFFECT)
     | frozenset(REFUSED)
-    | {"pos_emb_options", "rope_scaling", "task_options", "theta_init"}
+    | {"curriculum_learning", "pos_emb_options", "rope_scaling", "task_options", "theta_init"}
 )
 
 _TOP_LEVEL = frozenset(key.split(".")[0] for key in KNOWN_KEYS)

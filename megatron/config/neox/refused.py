@@ -144,7 +144,7 @@ _refuse(
 )
 _refuse("min_scale", "DeepSpeed reads it inside fp16", "fp16: {min_loss_scale: ...}", _never)
 _refuse(
-    "amp autotuning elasticity curriculum_learning data_efficiency compression_training checkpoint",
+    "amp autotuning elasticity data_efficiency compression_training checkpoint",
     "this feature of DeepSpeed is not used",
     _LEAVE,
     _disabled,

@@ -115,15 +115,21 @@ def _context(stages: int, tensor: int, context: int, heads: int) -> Found | None
         )
 
 
-@relation("sequence_parallel", "context_parallel_size", "model_parallel_size", "seq_length")
-def _sequence(sequence_parallel: bool, context: int, tensor: int, length: int) -> Found | None:
+@relation(
+    "sequence_parallel", "context_parallel_size", "model_parallel_size", "seq_length", "curriculum"
+)
+def _sequence(
+    sequence_parallel: bool, context: int, tensor: int, whole: int, stages: tuple
+) -> Found | None:
     shards = context * (tensor if sequence_parallel else 1)
-    if length % shards:
+    lengths = [("seq_length", whole), *(("curriculum", length) for _, length in stages)]
+    name, length = next((each for each in lengths if each[1] % shards), ("", 0))
+    if name:
         how = f"context_parallel_size {context}"
         if sequence_parallel:
             how += f" x model_parallel_size {tensor} (sequence_parallel)"
         text = f"{length} cannot be split into {how} = {shards} equal shards"
-        return "seq_length", f"{text}; write e.g. {-(-length // shards) * shards}"
+        return name, f"{text}; write e.g. {-(-length // shards) * shards}"
 
 
 @relation("type", "model_parallel_size", "zero_stage")

@@ -7,6 +7,7 @@ from pathlib import Path
 from megatron.data.errors import TokenizerError
 from megatron.data.tokenizers.base import Tokenizer
 from megatron.data.tokenizers.byte_level import ByteLevelTokenizer, CharLevelTokenizer
+from megatron.shipped import find
 from megatron.suggest import nearest
 
 TYPES = (
@@ -70,6 +71,6 @@ def _required(name: str, key: str, path: str | Path | None, usual: str) -> Path:
     if path is None:
         flag = f"--{key.replace('_', '-')}"
         raise TokenizerError(f"{key} ({flag}): {name} needs it (usually called {usual})")
-    if not Path(path).is_file():
+    if not (found := find(path)).is_file():
         raise TokenizerError(f"{key}: {path}: no such file")
-    return Path(path)
+    return found

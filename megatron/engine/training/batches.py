@@ -70,6 +70,18 @@ def next_batches(
         yield *counting.pair(on_device(array, groups.device)), divisor
 
 
+def cut(batches: Iterator[np.ndarray], length: int) -> Iterator[np.ndarray]:
+    """Yield each micro-batch [B, S], cut into sequences of L = `length` inputs, as an array.
+
+    Its shape is [B (S - 1) / L, L + 1]. All targets stay: a sequence begins with the last target of the one before.
+    """
+    for tokens_BS in batches:
+        if tokens_BS.shape[1] > length + 1:
+            windows = np.lib.stride_tricks.sliding_window_view(tokens_BS, length + 1, axis=1)
+            tokens_BS = windows[:, ::length].reshape(-1, length + 1)
+        yield tokens_BS
+
+
 def on_device(array: np.ndarray, device: torch.device) -> torch.Tensor:
     """Return the array as a tensor on `device`. On a CPU, the array and the tensor share memory.
 

@@ -22,7 +22,7 @@ from megatron.config import Config
 from megatron.data.samples.loader import TrainLoader
 from megatron.engine.run_log.log import RunLog
 from megatron.engine.training.bad_loss import explained_overflow
-from megatron.engine.training.batches import ALL_TARGETS, Counting, next_batches
+from megatron.engine.training.batches import ALL_TARGETS, Counting, cut, next_batches
 from megatron.engine.training.hooks import Hook, Step
 from megatron.engine.training.optimizer import gradient_norm, mark_sharded_gradients
 from megatron.engine.training.trained_theta import TrainedTheta
@@ -99,6 +99,7 @@ class TrainingLoop:
     counting: Counting = ALL_TARGETS
 
     def __post_init__(self, state: Mapping[str, Any]) -> None:
+        self._length = 0
         for hook in self.hooks:
             hook.load_state(state)
 
@@ -142,10 +143,18 @@ class TrainingLoop:
     def _take_step(self, number: int, batches: TrainLoader) -> Step:
         c, checkpoint, training = self.config, self.config.checkpoint, self.config.training
         lr = self.engine.get_lr()[0]
-        accumulation = c.batch.gradient_accumulation_steps
+        accumulation, length = c.batch.gradient_accumulation_steps, c.length_of(number)
+        if length != self._length and isinstance(self.engine, PipelineEngine):
+            self.engine.reset_activation_shape()  # the stages tell each other the new shape
+        self._length = length
         with explained_overflow(self.engine, number):
             loss, norm = train_step(
-                self.engine, batches, accumulation, self.groups, self.hooks, self.counting
+                self.engine,
+                cut(batches, length),
+                accumulation,
+                self.groups,
+                self.hooks,
+                self.counting,
             )
         self.theta.project()
         self.log.progress(number, training.train_iters)

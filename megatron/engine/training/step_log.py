@@ -98,11 +98,13 @@ class StepLog(Hook):
         training, length = self.config.training, self.config.model.seq_length
         seconds = self._meter.seconds_per_step
         rate = step.batch_size * length / seconds
+        after = step.number - self._meter.timed
+        lengths = [*map(self.config.length_of, range(after + 1, step.number + 1))]
         values: dict[str, Any] = {
             "train/loss": loss,
             "train/lr": step.lr,
             "train/tokens_per_second": rate,
-            **self.speed.metrics(rate, self.groups.device),
+            **self.speed.metrics(rate, lengths, self.groups.device),
             **self._compilations.metrics(),
             "train/samples": step.consumed_samples,
             "train/tokens": step.consumed_samples * length,
