@@ -35,9 +35,6 @@ def draw(
 
     Args:
         shape: The shape of the model, whose width, depth and `init_std` some methods use.
-
-    Raises:
-        ValueError: The method is unknown. The error message lists the known ones.
     """
     tensor = torch.empty(size, dtype=torch.float32)
     std, num_layers, hidden_size = shape.init_std, shape.num_layers, shape.block.hidden_size
@@ -51,8 +48,6 @@ def draw(
         "orthogonal": partial(init.orthogonal_, gain=math.sqrt(2)),
         "scaled_orthogonal": partial(init.orthogonal_, gain=math.sqrt(2 / num_layers)),
     }
-    if method not in fills:
-        raise ValueError(f"init method {method!r} is unknown; use one of {', '.join(fills)}")
     return fills[method](tensor, generator=generator)
 
 
