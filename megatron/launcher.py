@@ -20,16 +20,10 @@ from typing import TYPE_CHECKING, NamedTuple
 if TYPE_CHECKING:
     from psutil import Process
 
+_OF_MPI = ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")
 LAUNCHERS = (
     # the launcher; its variables: rank, tasks, rank on this machine, tasks on this machine
-    (
-        "mpirun",
-        *(f"OMPI_COMM_WORLD_{name}" for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")),
-    ),
-    (
-        "mpirun",
-        *(f"MV2_COMM_WORLD_{name}" for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")),
-    ),
+    *(("mpirun", *(f"{mpi}_COMM_WORLD_{name}" for name in _OF_MPI)) for mpi in ("OMPI", "MV2")),
     ("mpirun", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
     # Without srun, a batch script sees SLURM_NTASKS too, but not the number of tasks of a step.
     ("srun", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_STEP_TASKS_PER_NODE"),

@@ -114,11 +114,6 @@ class Groups:
         replica_ranks = model_size * pipe_size * context_size
         if replica_ranks == 1:
             return self
-        if self.world_size % replica_ranks:
-            raise ValueError(
-                f"{self.world_size} ranks cannot form groups of {pipe_size} stages x "
-                f"{context_size} x {model_size}"
-            )
         ranks = np.arange(self.world_size).reshape(pipe_size, -1, context_size, model_size)
         ((pipe_rank, data_rank, context_rank, model_rank),) = np.argwhere(ranks == self.rank)
         return replace(

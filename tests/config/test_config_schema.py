@@ -20,7 +20,7 @@ from pydantic import ValidationError
 from megatron.config import Config, load_config
 from megatron.config.describe import describe
 from megatron.config.neox.known_keys import FIELD_OF, KEY_OF, KNOWN_KEYS
-from megatron.config.neox.no_effect import NO_EFFECT
+from megatron.config.neox.no_effect import CHECKS, NO_EFFECT
 from megatron.config.neox.refused import REFUSED
 from megatron.config.schema import SECTIONS
 from tests.helpers.paths import ROOT
@@ -63,6 +63,7 @@ def test_a_key_has_one_meaning() -> None:
     assert not set(FIELD_OF) & set(NO_EFFECT)
     assert not set(FIELD_OF) & set(REFUSED)
     assert not set(NO_EFFECT) & set(REFUSED)
+    assert set(CHECKS) <= set(NO_EFFECT)
 
 
 def test_keys_without_effect_are_noted_once(load: Callable) -> None:
@@ -79,6 +80,12 @@ def test_a_repeated_key_and_keys_of_forks_are_noted(load: Callable) -> None:
     assert [note.split(":")[0] for note in rest] == ["mlp_width", "capev2_kernel"]
     (note,) = load("attention_type: groupedquery").notes
     assert "num_kv_heads sets the number" in note
+
+
+@pytest.mark.parametrize("key", sorted(CHECKS))
+def test_keys_without_effect_are_checked_nevertheless(problems: Callable, key: str) -> None:
+    (line,) = problems(f"{key}: {{a: 1}}")
+    assert line.startswith(f"over.yml:1: {key}: expected ") and "; write " in line
 
 
 HARMLESS = {

@@ -33,7 +33,7 @@ PRELOADED = [
     "megatron.pretraining.run",
     "megatron.evaluation.by_length",
     "torch._dynamo",  # any optimizer of torch imports it
-    "tests.helpers.known_packages",
+    "tests.pretraining.known_packages",
 ]
 """Imported once, by the server from which all ranks are forked. This saves seconds for each
 rank."""

@@ -17,7 +17,7 @@ from megatron.config.neox.known_keys import (
     unknown,
     unknown_name,
 )
-from megatron.config.neox.no_effect import NO_EFFECT
+from megatron.config.neox.no_effect import CHECKS, NO_EFFECT
 from megatron.config.neox.refused import REFUSED
 from megatron.config.neox.translation import Translation
 from megatron.config.reader import Given, Settings, dotted
@@ -81,7 +81,8 @@ def _sort_keys(by_key: dict[str, Given], out: Translation) -> dict[str, Given]:
         if key in FIELD_OF and key not in GROUPS:
             out.given[FIELD_OF[key]] = given
         elif key in NO_EFFECT:
-            out.note(key, given.value, NO_EFFECT[key])
+            if key not in CHECKS or out.check(key, given, CHECKS[key]) is not None:
+                out.note(key, given.value, NO_EFFECT[key])
         elif key in REFUSED:
             if not REFUSED[key].harmless(given.value, values):
                 out.problem(given.mark, key, REFUSED[key].text(given.value))

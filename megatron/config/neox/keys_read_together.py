@@ -15,7 +15,7 @@ from megatron.config.choices import LONG_PRECISIONS
 from megatron.config.errors import Mark
 from megatron.config.fields import flag, is_number, number, show
 from megatron.config.neox.translation import Translation
-from megatron.config.per_layer import layer_count, per_layer, values_of
+from megatron.config.per_layer import per_layer, problem_of, values_of
 from megatron.config.reader import Given
 from megatron.config.sections.model import ModelConfig
 
@@ -143,18 +143,14 @@ def read_attention(others: dict[str, Given], out: Translation) -> None:
         checked = per_layer(str)(groups)
     except ValueError:
         checked = ()
-    layers = out.given.get("num_layers")
-    num_layers = layers.value if layers and isinstance(layers.value, int) else None
-    count = None if num_layers is None else layer_count(checked, num_layers)
-    types = sorted(values_of(checked))
-    refused = [each for each in types if each not in ("global", "flash")]
-    text = ""
+    num_layers = out.given["num_layers"].value if "num_layers" in out.given else None
+    types, text = sorted(values_of(checked)), None
     if not types:
         text = f"expected [[[types], layers], ...], got {given.value}"
-    elif refused:
+    elif refused := [each for each in types if each not in ("global", "flash")]:
         text = f"attention types {', '.join(refused)} are not built"
-    elif layers and count != num_layers:
-        text = f"names {count} layers, but num_layers is {num_layers} ({layers.mark})"
+    elif isinstance(num_layers, int):
+        text = problem_of(checked, num_layers)
     if text:
         write = f"write e.g. [[[global], {num_layers or 'all'}]], or drop it"
         out.problem(given.mark, "attention_config", f"{text}; {write}")

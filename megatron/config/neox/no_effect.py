@@ -9,6 +9,8 @@ false or empty.
 
 from __future__ import annotations
 
+from megatron.config.fields import Check, flag, text, whole_number
+
 REPORTS = "a report of DeepSpeed or GPT-NeoX that is not written"
 
 _KEYS: dict[str, str] = {
@@ -103,3 +105,17 @@ _KEYS: dict[str, str] = {
     """,
 }
 NO_EFFECT: dict[str, str] = {key: reason for reason, keys in _KEYS.items() for key in keys.split()}
+
+CHECKS: dict[str, Check] = {
+    "log_dir": text,
+    "padded_vocab_size": whole_number(1),
+    "use_bias_in_norms": flag,
+    "wall_clock_breakdown": flag,
+    "steps_per_print": whole_number(1),
+    "attention_softmax_in_fp32": flag,
+    "mmap_warmup": flag,
+    "checkpoint_num_layers": whole_number(1),
+    "override_lr_scheduler": flag,
+    "num_workers": whole_number(0),
+}
+"""Maps some keys without effect to a check of their values. A value that fails is an error."""
