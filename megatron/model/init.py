@@ -34,14 +34,7 @@ def draw(
     """Return a new fp32 CPU tensor of `size`, drawn by the init method called `method`.
 
     Args:
-<<<<<<< HEAD
         shape: The shape of the model. Some methods use its width, depth and `init_std`.
-
-    Raises:
-        ValueError: The method is unknown. The error message lists the known ones.
-=======
-        shape: The shape of the model, whose width, depth and `init_std` some methods use.
->>>>>>> cuta
     """
     tensor = torch.empty(size, dtype=torch.float32)
     std, num_layers, hidden_size = shape.init_std, shape.num_layers, shape.block.hidden_size
