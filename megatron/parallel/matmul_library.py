@@ -2,7 +2,8 @@
 
 torch computes fp32 products on a CPU with MKL, and convolutions with oneDNN. On AMD processors, MKL
 does not use AVX-512. On such processors this module computes a product as a 1 x 1 convolution,
-which takes half the time (`benchmarks/host/linear_time.py`). Both libraries compute in fp32.
+which takes half the time (`benchmarks/host/linear_time.py`). Generation has few rows and needs no
+gradients, so it uses oneDNN's own product. Both libraries compute in fp32.
 """
 
 from __future__ import annotations
@@ -33,6 +34,8 @@ def linear(
     rows = x.numel() // x.shape[-1]
     slow = PREFERS_ONEDNN and x.dtype == torch.float32 and x.device.type == "cpu"
     width = rows // (IMAGES * HEIGHT)
+    if slow and 0 < rows < IMAGES * HEIGHT and not torch.is_grad_enabled():
+        return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
     if not slow or rows % (IMAGES * HEIGHT) or width < 2:
         return F.linear(x, weight, bias)
     # channels last: the values of x stay where they are

@@ -71,10 +71,9 @@ def next_batches(
 
 
 def cut(batches: Iterator[np.ndarray], length: int) -> Iterator[np.ndarray]:
-    """Yield each micro-batch [B, S], cut into sequences of L = `length` inputs, as an array.
+    """Yield each micro-batch [B, S], cut into sequences of L inputs: [B (S - 1) / L, L + 1].
 
-    Its shape is [B (S - 1) / L, L + 1]. All targets stay: a sequence begins with the last target of
-    the one before.
+    L is `length`. All targets stay: a sequence begins with the last target of the one before.
     """
     for tokens_BS in batches:
         if tokens_BS.shape[1] > length + 1:
