@@ -26,7 +26,7 @@ from megatron.data.tasks.samples import examples_at
 from megatron.engine.training.pipeline_engine import PipelineLosses
 from megatron.evaluation.length_report import csv_of, figure_png, mark_training_length
 from megatron.evaluation.losses import MeasuredModel, losses_of_sequences
-from megatron.evaluation.perplexity_statistics import measured_with
+from megatron.evaluation.perplexity_statistics import measured_with, scaled
 from megatron.files import replace_table, write_bytes
 from megatron.parallel.groups import Groups
 from megatron.parallel.loss import UNCOUNTED, inputs_and_targets
@@ -110,10 +110,8 @@ def evaluate_task(
         rows.append(accuracy_at(model.loss_fn, task, length, count, model.groups, size))
     if model.groups.is_main:
         title = f"{task.name}, {model.pos.name}, trained at {task.min_length} to {task.max_length}"
-        if chosen.eval_distance_scale != 1.0:
-            title += f", distances x {chosen.eval_distance_scale:g}"
         about = measured_with(model.config, model.step)
-        say(write_accuracy(rows, task, run_dir, title, about))
+        say(write_accuracy(rows, task, run_dir, scaled(title, model.config), about))
     return rows
 
 

@@ -37,6 +37,7 @@ from megatron.evaluation.perplexity_statistics import (
     LengthResult,
     TokenBytes,
     measured_with,
+    scaled,
     summarise,
 )
 from megatron.model.theta import columns_of, trained_theta
@@ -173,9 +174,7 @@ def evaluate_lengths(
         }
     if groups.is_main:
         train_length = config.model.seq_length
-        scale = chosen.eval_distance_scale
-        stretched = "" if scale == 1.0 else f", distances x {scale:g}"
-        title = f"{model.pos.name}, trained at {train_length}{stretched}"
+        title = scaled(f"{model.pos.name}, trained at {train_length}", config)
         shown = results, run_dir, train_length, baselines, title
         say(length_report.write_extrapolation(*shown, measured_with(config, model.step)))
         if model.pos.has("distance"):

@@ -33,9 +33,6 @@ from megatron.model.theta import THETA
 from megatron.positional import PositionalEmbedding
 
 WORDS = "embedding.word_embeddings.weight"
-_DEGREES = tuple(
-    f"{kind}_parallel_size" for kind in ("data", "model", "pipe", "context")
-)  # of a layout
 
 
 def import_checkpoint(source: Path, target: Path, *, summed_biases: bool) -> Published:
@@ -180,8 +177,8 @@ def _write_counters(folder: Path, shape: Shape, step: int, state: dict[str, Any]
 def _config_of(record: Record) -> Config:
     """Return the configuration of the run that wrote a checkpoint of this project."""
     given = [f"{key}={json.dumps(value)}" for key, value in record.config.items()]
-    ranks = math.prod(record.layout.get(degree, 1) for degree in _DEGREES)
-    return load_config([], given, world_size=ranks)
+    degrees = [n for key, n in record.layout.items() if key.endswith("_parallel_size")]
+    return load_config([], given, world_size=math.prod(degrees))
 
 
 def _needs_head(block: BlockShape, activation: str) -> bool:

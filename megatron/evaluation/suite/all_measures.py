@@ -19,7 +19,7 @@ from megatron.engine.errors import CheckpointError
 from megatron.engine.job.job_or_alone import job_or_alone
 from megatron.engine.open_run import OpenRun, open_run
 from megatron.engine.open_text import open_text
-from megatron.evaluation.perplexity_statistics import measured_with
+from megatron.evaluation.perplexity_statistics import measured_with, scaled
 from megatron.evaluation.suite import context, key_tokens, perplexity, recall
 from megatron.evaluation.suite.heads import heads
 from megatron.evaluation.suite.measure import Measure, Sample, Subject, read_sample
@@ -70,8 +70,7 @@ def run_suite(
         judged = _open_judge(judge, tokenizer, groups) if judge else None
         measures = measure_with_progress(subject, sample, tokenizer, judged)
         title = f"{run.model.pos.name}, trained at {config.model.seq_length:,} tokens"
-        if chosen.eval_distance_scale != 1.0:
-            title += f", distances x {chosen.eval_distance_scale:g}"
+        title = scaled(title, config)
         facts: dict[str, Any] = {
             "checkpoint": str(run.saved.path),
             "text": f"{chosen.eval_split} of {text.shards.prefix}",
