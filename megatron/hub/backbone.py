@@ -60,16 +60,13 @@ class KerplePreTrainedModel(PreTrainedModel):
 
 
 class KerpleModel(KerplePreTrainedModel):
-    """The transformer without an output layer.
-
-    The weight `position_bias.theta` contains the positional embedding's learned parameters. Its
-    name contains `bias`, so that `Trainer` applies no weight decay to it.
-    """
+    """The transformer without an output layer."""
 
     def __init__(self, config: KerpleConfig):
         super().__init__(config)
         pos = positional_of(config)
         self.embedding = Embedding(config, pos)
+        # The name contains `bias`, so that `Trainer` applies no weight decay to theta.
         self.position_bias = Theta(pos, config.num_attention_heads) if pos.parameters else None
         parts = [pos.of_layer(index) for index in range(config.num_hidden_layers)]
         self.layers = nn.ModuleList(Block(config, i, *part) for i, part in enumerate(parts))
@@ -149,7 +146,7 @@ class KerpleModel(KerplePreTrainedModel):
     def _states(
         self, x_BTD: Tensor, at: Columns, cache: Cache | None, output_attentions: bool | None
     ) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...] | None]:
-        """Return (inputs of the layers and final states, attention probabilities or None)."""
+        """Return all hidden states, and the attention probabilities or None."""
         attentions = _or(output_attentions, self.config.output_attentions)
         name = self.config.attention
         if attentions and name != "eager":

@@ -38,14 +38,17 @@ def kerple_attention(
     dropout: float = 0.0,
     **others: Any,
 ) -> tuple[Tensor, None]:
-    """Return the attention output [B, T, H, E], and None in place of the probabilities.
+    """Return the attention output [batch, queries, heads, head size], and None for probabilities.
 
     Args:
-        attention_mask: Whether each query sees each key, bool [B, 1, T, S]. None means that each
-            query sees all keys up to its own.
-        scaling: The factor of the query-key products. If None, it is 1/sqrt(head size).
-        others: An exported model gives its `PaddedCall` as `call`, and no `attention_mask`. Other
-            arguments that change the result are refused.
+        module: The attention layer.
+        query, key, value: [batch, heads, tokens, head size].
+        attention_mask: Whether each query sees each key, bool [batch, 1, queries, keys]. None means
+            causal attention.
+        scaling: The number that multiplies the query-key products. If None, it is 1/sqrt(head
+            size).
+        dropout: The probability of dropping a softmax weight.
+        others: Other arguments of transformers. Those that would change the result are refused.
 
     Raises:
         ValueError: The model needs more than causal attention.
@@ -88,10 +91,8 @@ def kerple_attention(
 
 
 def _embedding(module: Any) -> PositionalEmbedding:
-    """Return this project's version of an exported layer's positional embedding.
-
-    The layer has a copy of the class from the exported Python file.
-    """
+    """Return this project's version of an exported layer's positional embedding."""
+    # The layer has a copy of the class from the exported Python file.
     config, index = module.config, module.index
     key = str((config.pos_emb, config.pos_emb_options, config.distance_scale)), index
     if key not in _KNOWN:
@@ -100,11 +101,10 @@ def _embedding(module: Any) -> PositionalEmbedding:
 
 
 def _first_keys(seen_B1TS: Tensor, offset: int) -> Tensor:
-    """Return the first key that each query sees, int64 [B, T]. A query that sees none sees itself.
+    """Return the first key that each query sees, int64 [batch, queries].
 
     Raises:
-        ValueError: The mask is not bool or differs between heads, or a query does not see all
-            keys from its first one to its own.
+        ValueError: The mask is not bool, differs between heads, or is not causal with one start.
     """
     if seen_B1TS.dtype != torch.bool or seen_B1TS.shape[1] != 1:
         found = f"{seen_B1TS.dtype} {list(seen_B1TS.shape)}"
