@@ -57,11 +57,9 @@ def attend(
 
     Args:
         v_BKSE: The values. Their head size may differ from that of q and k.
-        scale: The number that multiplies the query-key products. If None, it is 1/sqrt(head size).
-        query_offset: The position of the first query. None means 0, and requires equally many
-            queries and keys.
-        starts_BS: The position of the first token of each token's document. `starts_from_ids`
-            computes it.
+        scale: The number that multiplies the query-key products. None means 1/sqrt(head size).
+        query_offset: The position of the first query. None requires equally many queries and keys.
+        starts_BS: The position of the first token of each token's document; see `starts_from_ids`.
         backend: The name of the backend, as in the config key `attention_backend`.
         return_lse: Whether to return (output, lse). lse [batch, heads, queries] is the log-sum-exp
             of each softmax. It is differentiable, in at least fp32.

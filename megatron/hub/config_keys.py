@@ -200,7 +200,7 @@ def _rotary_of(m: ModelConfig) -> tuple[dict[str, Any], float]:
 
 
 def hub_config(config: Config) -> tuple[HubClass, dict[str, Any]]:
-    """Return the class of transformers that supports a model, and the content of its config.json."""
+    """Return the class of transformers for a model, and the content of its config.json."""
     # Only if `misfits` returns [].
     kind = next(kind for kind in CLASSES if not _differences(config, kind))
     return kind, _described(config, kind)

@@ -61,7 +61,7 @@ def read_json(folder: Path, name: str) -> dict[str, Any]:
     """Return the content of a JSON file in a folder of unknown origin.
 
     Raises:
-        HubError: `read_in` cannot read the file, or it does not contain a JSON object.
+        HubError: The file cannot be read, or does not contain a JSON object.
     """
     try:
         content = parse_json(read_in(folder, name))

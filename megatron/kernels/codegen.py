@@ -219,14 +219,9 @@ class Writer:
     def source(
         self, results: list[str], terms: list[str], factors: list[str], columns: list[int]
     ) -> str:
-        """Return the source text of five Triton functions.
-
-        Args:
-            results: Source text of the first values that the function `evaluate` returns.
-            terms: Source text of its other values, one for each entry of `columns`.
-            factors: Source text of a number for each term. The sum of the term is multiplied by it.
-            columns: The indices of the embedding's parameters whose gradients are computed.
-        """
+        """Return the source text of the generated Triton functions."""
+        # `results` and `terms` are the code of what `evaluate` returns. Each term has a column of
+        # theta in `columns`, and the code of a number in `factors`.
         count, first = len(terms), len(results)
         loads = [f"t{n} = tl.load(theta + {n})" for n in columns]
         zeros = "tl.zeros([M, W], dtype=tl.float32)"

@@ -70,8 +70,8 @@ class Confirmation:
 
         Args:
             got: The logits and gradients to be checked.
-            share: How much of the allowed error comes from rounding in fp32.
-            least: How much comes from the size of the result.
+            share: Multiplies the rounding errors of fp32 in the allowed error.
+            least: Multiplies the size of the exact result in the allowed error.
         """
         theta, s, *_ = self.inputs
         # 1 for a logit, and 1 / max(1, |theta|) for a derivative with respect to theta.
