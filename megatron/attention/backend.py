@@ -93,8 +93,8 @@ def weighted(pos: PositionalEmbedding) -> bool:
 def constant(function: F) -> F:
     """Decorate a function so that `torch.compile` treats its result as a constant.
 
-    The function runs once, at compile time. The compiled graph is valid only for the same first
-    argument.
+    The function runs once, at compile time. The compiled graph is valid only if the function's
+    first argument is the same object.
     """
 
     # by address, because torch 2.11 accepts only numbers, texts and the like

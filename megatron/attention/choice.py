@@ -104,9 +104,8 @@ class AttentionFn:
             starts_BS: The position of the first token of each token's document [batch, keys]. A
                 query sees only keys of its own document.
             window: The largest distance at which a query sees a key.
-            positions_BT: The position of each query [batch, queries], for embeddings that depend on
-                it. By default, positions count from the first key. Those of a bias count from the
-                start of the document.
+            positions_BT: The position of each query [batch, queries]. None means that biases use
+                the position in the document, and temperatures the position in the sequence.
 
         Raises:
             AttentionError: The inputs do not fit together, or the backend does not support them.

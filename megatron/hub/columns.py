@@ -28,7 +28,7 @@ _WRONG = {
 
 @dataclass
 class Columns:
-    """The places and positions of new tokens in texts that may be padded or packed.
+    """Where new tokens are in texts that may be padded or packed.
 
     A column is an index into all tokens of a text, including padding. A position is counted within
     a document.

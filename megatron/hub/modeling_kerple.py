@@ -135,12 +135,13 @@ class KerpleForSequenceClassification(KerplePreTrainedModel):
         output_attentions: bool | None = None,
         output_hidden_states: bool | None = None,
     ) -> SequenceClassifierOutputWithPast:
-        """Return the scores of the classes [B, classes], and their loss if there are labels.
+        """Return the scores of the classes [B, classes] of B texts, and their loss if there are
+        labels.
 
         `KerpleModel.forward` describes the other arguments.
 
         Args:
-            attention_mask: See `KerpleModel.forward`. None means that the last token counts.
+            attention_mask: 0 where a token is padding, otherwise 1. None means no padding.
             labels: The class of each text, [B].
         """
         outputs = self.model(

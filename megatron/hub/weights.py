@@ -39,8 +39,8 @@ class Parts:
         rows: The number of rows of each part per head.
         columns: The sizes of all dimensions after the rows.
         transposed: Whether the stored matrices are transposed.
-        turning: The number of dimensions of each head that transformers rotates in pairs of
-            neighbours. Usually 0.
+        turning: The number of dimensions of each head whose order differs. transformers rotates
+            them in pairs of neighbours.
     """
 
     names: tuple[str, ...]

@@ -39,9 +39,9 @@ NAMES = ("log2", "exp2", "sqrt", "rsqrt", "maximum", "abs")
 
 
 def simulate(functions: DeviceFunctions, inputs: tuple[Tensor, ...], scale: float) -> Tensor:
-    """Compute logits, and their gradients of the embedding's parameters, in torch as a GPU would.
+    """Compute logits and their gradients in torch, as a GPU would.
 
-    The result has one row for each sample: the logit, then its gradients.
+    The result has one row for each sample: the logit, then its gradient for each parameter.
 
     Args:
         functions: The device functions that compute the positional embedding.

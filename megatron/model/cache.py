@@ -34,8 +34,8 @@ class Kept(NamedTuple):
         k_BKSE, v_BKSE: The keys and values [batch, key heads, columns, head size] of all tokens,
             new ones included.
         decay_BHS: The sums of log-decays of all tokens, or None without forget gates.
-        starts_BS: The first column of each column's text, or None without padding. It is 0 for
-            padding.
+        starts_BS: For each column, the column at which its text starts, or 0 for padding. None
+            without padding.
         query_offset: The column of the first new token.
     """
 

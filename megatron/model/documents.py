@@ -57,7 +57,7 @@ class Documents:
         Return None if positions are counted from the start of the sequence.
 
         Args:
-            starts_BS: What `starts` returned for the full sequences.
+            starts_BS: The index of the first token of each token's document, for full sequences.
             positions_T: The tokens for which to return positions. None means all.
         """
         if not (self.restart_positions or self.drawn_from):

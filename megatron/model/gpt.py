@@ -61,9 +61,9 @@ class GPT(nn.Module):
 
         Args:
             tokens_BT: The token ids [batch, positions].
-            targets_BT: The target ids. If given, the result is the loss of each target in nats.
-                With gradients, it includes the z-loss.
-            first: The first position of the logits. It must be 0 under sequence or context
+            targets_BT: The target ids. If given, the result is the loss of each target in nats. If
+                autograd is enabled, the loss includes the z-loss.
+            first: Logits before this position are left out. It must be 0 under sequence or context
                 parallelism.
         """
         length = tokens_BT.shape[1]

@@ -29,7 +29,7 @@ class Fire(PositionalEmbedding):
 
     Args:
         length: The initial L.
-        width: The number of hidden units k.
+        width: The number of terms of the sum.
     """
 
     kind = "distance"

@@ -21,7 +21,7 @@ from megatron.positional.theta_parameter import ThetaParameter
 
 
 class LogN(PositionalEmbedding):
-    """Temperature s log(n), which multiplies the logits of a query that sees n keys.
+    """Temperature s log(n), which multiplies the query-key products of a query that sees n keys.
 
     Each head has a learned s, which is initially 1 / log(length).
 

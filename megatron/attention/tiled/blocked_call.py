@@ -195,7 +195,8 @@ class BlockedCall:
     ) -> tuple[Tensor | None, ...]:
         """Return the gradients of all inputs, in a fixed order. They are None for absent inputs.
 
-        The order is q, k, v, bias, weight, decay, sink, and the parameters of the positional bias.
+        The order is q, k, v, bias, weight, decay, sink. The last are the gradients of the
+        parameters of a bias that depends on the query's position.
 
         Args:
             grad_BHTE: The gradient of the output [batch, heads, queries, head size].

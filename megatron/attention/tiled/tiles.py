@@ -25,7 +25,7 @@ limit reduces the number R of rows."""
 class QueryTile:
     """Some queries of some heads, and the keys that they see.
 
-    All heads of several sequences, or some heads of one sequence.
+    A tile has all heads of several sequences, or some heads of one sequence.
 
     Attributes:
         index: The number of the tile, counted from 0.
