@@ -104,8 +104,8 @@ class KerpleModel(KerplePreTrainedModel):
             use_cache: Whether to return a cache. None means the config's value.
             output_attentions: Whether to return each layer's attention probabilities [B, H, T, S].
             output_hidden_states: Whether to return the input of each layer and the final states.
-            cu_seq_lens_q, cu_seq_lens_k: For a single row of packed documents, the column at which
-                each document begins, then the number of tokens in the row.
+            cu_seq_lens_q, cu_seq_lens_k: For one row of packed documents, the index at which each
+                begins. The last entry is the number of tokens.
             max_length_q, max_length_k: Accepted for compatibility and ignored.
             seq_idx: For packed documents, a number for each token, [B, T]. Adjacent tokens with the
                 same number belong to the same document.

@@ -135,8 +135,7 @@ class KerpleForSequenceClassification(KerplePreTrainedModel):
         output_attentions: bool | None = None,
         output_hidden_states: bool | None = None,
     ) -> SequenceClassifierOutputWithPast:
-        """Return the scores of the classes [B, classes] of B texts, and their loss if there are
-        labels.
+        """Return the scores of the classes [B, classes], and their loss if there are labels.
 
         `KerpleModel.forward` describes the other arguments.
 

@@ -20,7 +20,7 @@ class BlockShape:
     Attributes:
         norm: One of `layernorm`, `rmsnorm` and `scalenorm`.
         fused_norm: Whether layernorm and rmsnorm use apex's kernels if apex is installed.
-        activation: One of `gelu`, `relu`, `softsign`, `swish` and `mish`, or for a gated MLP one of
+        activation: One of `gelu`, `relu`, `softsign`, `swish` and `mish`. For a gated MLP, one of
             `geglu`, `swiglu`, `reglu`, `glu` and `bilinear`.
         inner_size: The inner width of the MLP. None means 4 * hidden_size. For `geglu` it means
             int(8/3 * hidden_size), as in KERPLE's published code.
