@@ -32,11 +32,14 @@ def register(end_job: EndJob) -> None:
 
 
 def end_job_of_this_process(text: str, *, code: int, ends_all: bool = False) -> None:
-    """Print `text` and end all processes of the job.
+    """End all processes of this job with an error message. Do nothing outside of a job.
 
-    Do nothing if this process belongs to no job, or if `register` was not called. A job is several
-    processes that a launcher such as torchrun started together.
+    Args:
+        text: The message, which is printed.
+        code: The exit code of this process.
+        ends_all: Whether the other processes also end with this exit code. If not, they end with 1.
     """
+    # A job is several processes that a launcher such as torchrun started together.
     if _end_job and is_member():
         _end_job[0](text, code=code, ends_all=ends_all)
 

@@ -21,13 +21,11 @@ from megatron.positional.base import PositionalEmbedding
 class Call:
     """The inputs of one attention call.
 
-    `choice.AttentionFn.__call__` describes the fields that are not listed here.
+    `AttentionFn.__call__` describes the inputs that are not listed here.
 
     Attributes:
-        sink_H: The logit [heads] of each head's null key, an extra key with the value 0. None
-            without a sink. `lowered` computes these logits.
-        return_lse: Whether a backend returns (output, lse) instead of the output; see
-            `backend.Backend.function`.
+        sink_H: The logit of each head's attention sink. None without a sink.
+        return_lse: Whether to return (output, lse). lse is the log-sum-exp of each softmax.
     """
 
     q_BHTE: Tensor
@@ -48,18 +46,18 @@ class Call:
 
     @property
     def has_kernel(self) -> bool:
-        """Whether the embedding has a distance kernel: a bias or a factor of the distance."""
+        """Whether the embedding has a bias or a weight that depends on the query-key distance."""
         return self.pos.has("distance")
 
     @property
     def theta(self) -> Tensor:
-        """The embedding's parameters theta [heads, columns]. `theta_HN` must not be None."""
+        """The embedding's parameters [heads, parameters]. `self.theta_HN` must not be None."""
         assert self.theta_HN is not None
         return self.theta_HN
 
     @property
     def masked(self) -> bool:
-        """Whether document starts or a window hide some earlier keys from a query."""
+        """Whether documents or a window hide some earlier keys from a query."""
         return self.starts_BS is not None or self.window is not None
 
     @property
@@ -74,7 +72,7 @@ class Call:
     def query_starts(self) -> Tensor | None:
         """Return the position at which each query's document starts, [batch, queries].
 
-        The result is None if the call has no document starts.
+        Return None if each sequence is one document.
         """
         if self.starts_BS is None:
             return None
@@ -83,12 +81,12 @@ class Call:
     def first_keys(self) -> Tensor | None:
         """Return the index of the first key that each query sees, int64 [batch or 1, queries].
 
-        The indices never decrease along the sequence. The result is None if the call has neither
-        document starts nor a window.
+        Return None if there are neither documents nor a window.
         """
         if not self.masked:
             return None
         first_BT = torch.zeros(1, 1, dtype=torch.int64, device=self.q_BHTE.device)
+        # The indices never decrease along the sequence.
         if self.window is not None:
             first_BT = (self.query_rows() - self.window).clamp(min=0)[None]
         if (starts_BT := self.query_starts()) is not None:
@@ -98,8 +96,10 @@ class Call:
     def hidden(self, distance_TS: Tensor) -> Tensor:
         """Return a mask that is true where a query does not see a key.
 
-        The mask is bool [batch or 1, 1, queries, keys]. `distance_TS` [queries, keys] contains the
-        query-key distances. The distances of future keys are negative.
+        The mask is bool [batch or 1, 1, queries, keys].
+
+        Args:
+            distance_TS: The query-key distances [queries, keys]. Those of future keys are negative.
         """
         hidden_BHTS = (distance_TS < 0)[None, None]
         if (first_BT := self.first_keys()) is not None:
@@ -115,25 +115,21 @@ class Call:
         return self.absolute_positions() - starts_BT
 
     def absolute_positions(self) -> Tensor:
-        """Return the position of each query, [batch or 1, queries].
-
-        This is `positions_BT` if given. Otherwise, positions are counted from the first key.
-        """
+        """Return the position of each query in the sequence, [batch or 1, queries]."""
+        # A caller may count positions in another way.
         if self.positions_BT is not None:
             return self.positions_BT
         return self.query_rows()[None]
 
     def temperature_positions(self) -> Tensor:
-        """Return the positions at which the temperature is evaluated, [batch or 1, queries]."""
+        """Return the positions for which the temperature is computed, [batch or 1, queries]."""
         return self.positions() if self.pos.tempers_bias else self.absolute_positions()
 
     def bias(self, theta_HN: Tensor, distance_TS: Tensor) -> Tensor | None:
-        """Return the bias that is added to the logits, or None if the bias is 0 everywhere.
-
-        The bias is [batch or 1, heads, queries, keys].
+        """Return the bias of the logits [batch or 1, heads, queries, keys], or None if it is 0.
 
         Args:
-            theta_HN: The parameters theta of the bias [heads, columns].
+            theta_HN: The embedding's parameters [heads, parameters].
             distance_TS: The query-key distances [queries, keys]. Negative distances count as 0.
         """
         d_1TS = distance_TS.clamp(min=0)[None]
@@ -141,9 +137,9 @@ class Call:
         return None if bias_HBTS is None else bias_HBTS.transpose(0, 1)
 
     def lost(self, dtype: torch.dtype) -> Tensor | None:
-        """Return how much the decay c lowers each logit, or None if there is no decay.
+        """Return how much the forget gate lowers each logit, or None without a forget gate.
 
-        The result is c_j - c_i for query i and key j, [batch, heads, queries, keys] in `dtype`.
+        The result is [batch, heads, queries, keys] in `dtype`.
         """
         if self.decay_BHS is None:
             return None
@@ -153,7 +149,7 @@ class Call:
         return (c_BHS[:, :, None] - c_BHT[..., None]).to(dtype)
 
     def with_null_key(self, logits_BHTS: Tensor) -> Tensor:
-        """Return the logits. If there is a sink, add a column with the null key's logits."""
+        """Return the logits, with a column for the attention sink if there is one."""
         if self.sink_H is None:
             return logits_BHTS
         null_H11 = self.sink_H.to(logits_BHTS.dtype)[:, None, None]
@@ -163,19 +159,15 @@ class Call:
 def lowered(call: Call, *, grouped: bool, tempered: bool = False) -> Call:
     """Return a call with the same result that is simpler to compute.
 
-    The returned call differs in these ways:
-
-    - q is multiplied by the embedding's temperature.
-    - `sink_H` contains the logits of the embedding's sink.
-    - k, v and the decay end at the position of the last query.
-    - `pos` has only its distance kernel left, and `theta_HN` only the parameters of this kernel.
-
     Args:
-        grouped: Whether k and v may keep fewer heads than q. If not, the heads of k and v are
-            repeated.
-        tempered: Whether to leave the temperature in `pos` instead of multiplying q by it.
+        grouped: Whether k and v may keep fewer heads than q. If not, their heads are repeated.
+        tempered: Whether the backend applies the embedding's temperature. If not, q is multiplied
+            by it here.
     """
     k_BKSE, v_BKSE, decay_BHS = call.k_BKSE, call.v_BKSE, call.decay_BHS
+    # In the returned call, `sink_H` has the logits of the embedding's sink. k, v and the decay
+    # end at the position of the last query. `pos` and `theta_HN` have only the distance kernel
+    # left.
     group = call.q_BHTE.shape[1] // k_BKSE.shape[1]
     if call.end < k_BKSE.shape[2]:  # later keys may hold anything, even NaN, and NaN times 0 is NaN
         k_BKSE, v_BKSE = (x[:, :, : call.end] for x in (k_BKSE, v_BKSE))
@@ -197,7 +189,7 @@ def lowered(call: Call, *, grouped: bool, tempered: bool = False) -> Call:
 
 
 def _tempered(call: Call) -> Tensor:
-    """Return q, each query multiplied by the embedding's temperature at the query's position."""
+    """Return q, with each query multiplied by the embedding's temperature at its position."""
     q_BHTE = call.q_BHTE
     t_HBT = call.pos.temperature(call.theta, call.temperature_positions())
     return (q_BHTE * t_HBT.transpose(0, 1)[..., None]).to(q_BHTE.dtype)
@@ -216,8 +208,7 @@ def starts_from_ids(ids_BS: Tensor) -> Tensor:
     """Return the position of the first token of each token's document, int64 [batch, tokens].
 
     Args:
-        ids_BS: A number for each token [batch, tokens]. Adjacent tokens with equal numbers belong
-            to the same document.
+        ids_BS: The number of each token's document [batch, tokens].
 
     Raises:
         ValueError: `ids_BS` is not [batch, tokens].
@@ -228,12 +219,8 @@ def starts_from_ids(ids_BS: Tensor) -> Tensor:
 
 
 def _starts(changes_BR: Tensor) -> Tensor:
-    """Return the position of the first token of each token's document, int64 [batch, tokens].
-
-    Args:
-        changes_BR: True at index i if token i + 1 is the first token of a document, bool [batch,
-            tokens - 1].
-    """
+    """Return the position of the first token of each token's document, int64 [batch, tokens]."""
+    # `changes_BR` is true at index i if token i + 1 is the first token of a document.
     is_first_BS = F.pad(changes_BR, (1, 0))
     position_S = torch.arange(is_first_BS.shape[1], device=is_first_BS.device)
     return torch.where(is_first_BS, position_S, 0).cummax(1).values

@@ -52,9 +52,8 @@ class AttentionFn:
     Attributes:
         backend: The chosen backend.
         reason: Why the backend was chosen, for the log.
-        request: The requirements for which the backend was chosen. A call may differ from them in
-            dtype, device, gradients or dropout. If the backend does not support such a call, the
-            call raises `AttentionError`.
+        request: The requirements for which the backend was chosen. A call may differ from them if
+            the backend supports it.
     """
 
     def __init__(self, backend: Backend, reason: str, request: Request):
@@ -84,9 +83,8 @@ class AttentionFn:
     ) -> Tensor:
         """Return the attention output in q's dtype and shape [batch, heads, queries, head size].
 
-        The output is differentiable in q, k, v, theta and the decay. Scores, softmax and sums are
-        computed in fp32 (fp64 for fp64 inputs), also under autocast. Rotary and input embeddings
-        have no effect here, because the model applies them before this call.
+        The output is differentiable in q, k, v, theta and the decay. Computations are in fp32 (fp64
+        for fp64 inputs), also under autocast. Rotary embeddings must be applied before this call.
 
         Args:
             q_BHTE: The queries [batch, heads, queries, head size].
@@ -95,22 +93,19 @@ class AttentionFn:
             pos: The positional embedding.
             theta_HN: The parameters of the positional embedding, one row for each head of q. Needed
                 only if `pos` has parameters.
-            scale: The factor of the query-key products, usually 1/sqrt(head size).
+            scale: The number that multiplies the query-key products, usually 1/sqrt(head size).
             dropout_p: The probability of dropping a softmax weight. Random numbers are drawn from
                 the default generator of q's device.
-            query_offset: The position of the first query. The first key has the position 0. There
-                must be a key at the position of each query. Keys after the last query are never
-                read, so unused entries of a cache may contain anything.
-            decay_BHS: The sum c of all log-decays up to each position [batch, heads, keys], in fp64
-                or fp32. c_i - c_j is added to the logit of query i and key j. Long sequences need
-                fp64.
-            starts_BS: The position of the first token of each token's document [batch, keys]. These
-                whole numbers never decrease along the sequence. A query sees only keys of its own
-                document.
+            query_offset: The position of the first query. The first key has the position 0. Keys
+                after the last query are ignored.
+            decay_BHS: The sum c of all log-decays up to each position [batch, heads, keys], as of a
+                forget gate. c_i - c_j is added to the logit of query i and key j. Long sequences
+                need fp64.
+            starts_BS: The position of the first token of each token's document [batch, keys]. A
+                query sees only keys of its own document.
             window: The largest distance at which a query sees a key.
-            positions_BT: The position of each query [batch, queries], for temperatures and for
-                biases that depend on positions. If None, temperatures use the position in the
-                sequence, and biases use the position in the query's document.
+            positions_BT: The position of each query [batch, queries]. None means that biases use
+                the position in the document, and temperatures the position in the sequence.
 
         Raises:
             AttentionError: The inputs do not fit together, or the backend does not support them.
@@ -120,16 +115,13 @@ class AttentionFn:
             query_offset=query_offset, decay_BHS=decay_BHS, starts_BS=starts_BS, window=window,
             positions_BT=positions_BT,
         )  # fmt: skip
+        # Unused entries of a cache of keys may contain anything.
         self._check_layout(call)
         return computed(self.backend, call)
 
     def _check_layout(self, call: Call) -> None:
-        """Check an attention call, unless the previous call had the same layout.
-
-        The layout consists of all shapes, dtypes, devices and numeric arguments. All layers of a
-        training step call attention with the same layout, so only the first of these calls is
-        checked.
-        """
+        """Check an attention call, unless the previous call had the same shapes and dtypes."""
+        # All layers of a training step have the same layout, so only their first call is checked.
         if torch.compiler.is_compiling():  # runs once per layout; the graph contains no check
             self._check(call)
         elif (layout := _layout(call)) != self._checked_layout:
@@ -150,14 +142,15 @@ class AttentionFn:
 
 
 def choose(backend: str, pos: PositionalEmbedding, **conditions: Any) -> AttentionFn:
-    """Return an attention function that uses the backend named `backend`.
+    """Return an attention function that uses the backend with this name.
 
-    The backend must support `Request(pos, **conditions)`. The name `auto` means the first backend
-    in `AUTO` that supports this request on the request's device.
+    Args:
+        backend: The name of the backend. "auto" means the best backend for these conditions.
+        pos: The positional embedding.
+        conditions: Arguments of `Request`, such as the dtype.
 
     Raises:
-        AttentionError: The backend is unknown or does not support this request. The error message
-            names the backends that do.
+        AttentionError: The backend is unknown, or does not support these conditions.
     """
     request = Request(pos, **conditions)
     if backend == "auto":
@@ -176,7 +169,7 @@ def choose(backend: str, pos: PositionalEmbedding, **conditions: Any) -> Attenti
 
 
 def first_that_serves(request: Request) -> AttentionFn:
-    """Return an attention function with the first backend in `AUTO` that supports `request`."""
+    """Return an attention function that uses the best backend for a request."""
     reasons = [f"auto: for {request.pos.name} in {request.dtype} on {request.device_type}"]
     for name in AUTO.get(request.device_type, AUTO["cpu"]):
         backend = named(name, request.pos)
@@ -190,18 +183,16 @@ def first_that_serves(request: Request) -> AttentionFn:
 
 
 def named(name: str, pos: PositionalEmbedding) -> Backend:
-    """Return the backend called `name`.
-
-    The name `eager` has a second meaning if the embedding rounds as the released KERPLE code does
-    (`PublishedNumerics`). It then means the backend in the module `published_numerics`.
-    """
+    """Return the backend with this name."""
+    # The name `eager` has a second meaning for an embedding that rounds as the released KERPLE
+    # code does (`PublishedNumerics`).
     if name == "eager" and pos.numerics.published:
         return published_numerics.BACKEND
     return BACKENDS[name]
 
 
 def refusal(backend: Backend, request: Request) -> str | None:
-    """Return the reason why the backend does not support `request`, or None if it does."""
+    """Return why the backend does not support a request, or None if it does."""
     sixteen_bit = request.dtype in (torch.bfloat16, torch.float16)
     if request.pos.numerics.published and sixteen_bit and backend is not published_numerics.BACKEND:
         return "computes in fp32, so it cannot round as published_numerics asks"
@@ -218,10 +209,7 @@ def refused(backend: str, why: str, request: Request) -> AttentionError:
 
 
 def _layout(call: Call) -> tuple:
-    """Return what `_check_layout` compares: shapes, dtypes, devices, numbers and the embedding.
-
-    The tuple also says whether gradients are needed.
-    """
+    """Return the shapes, dtypes and other properties of a call that a check depends on."""
     tensors = (call.q_BHTE, call.k_BKSE, call.v_BKSE, call.theta_HN)
     tensors += (call.decay_BHS, call.starts_BS, call.positions_BT)
     shapes = (None if x is None else (x.shape, x.dtype, x.device) for x in tensors)
@@ -247,17 +235,17 @@ def conditions(call: Call) -> dict[str, Any]:
 
 @constant
 def name_of_choice(pos: PositionalEmbedding, backend: str, **conditions: Any) -> str:
-    """Return the name of the backend that `choose(backend, pos, **conditions)` chooses."""
+    """Return the name of the backend that `choose` returns for the same arguments."""
     return choose(backend, pos, **conditions).name
 
 
 def computed(backend: Backend, call: Call) -> Any:
-    """Return the attention output of a call that has been checked.
+    """Return the output of an attention call, without checking its inputs.
 
-    The result is the output or (output, lse), as in `backend.Backend.function`.
+    Return (output, lse) if the call asks for it. lse is the log-sum-exp of each softmax.
 
     Raises:
-        AttentionError: The call asks for `lse`, but the backend cannot return it.
+        AttentionError: The call asks for lse, but the backend cannot return it.
     """
     device = call.q_BHTE.device.type
     if call.q_BHTE.shape[0] == 0:  # a kernel with nothing to do cannot be launched

@@ -22,7 +22,8 @@ from megatron.attention.call import Call
 
 
 def has_values(x: Tensor) -> bool:
-    """Return whether the numbers in `x` can be read. Inside `torch.compile`, they cannot."""
+    """Return whether the numbers of a tensor can be inspected here."""
+    # Not inside `torch.compile` or torch.func, and not on the device meta.
     return not (torch.compiler.is_compiling() or is_transformed() or x.is_meta)
 
 
@@ -41,18 +42,15 @@ def _clean(x: Tensor, bad: Tensor, lost: Tensor) -> Tensor:
 
 
 def contained(run: Callable[[Call], Any], call: Call) -> Any:
-    """Return `run(call)`. On a CPU, keep NaN and infinity away from queries that do not see them.
-
-    If the output of `run(call)` is not finite, the call is repeated without NaN and infinity. Then
-    each query that sees such an input gets the output NaN, and the gradients of its inputs become
-    NaN. All other outputs are exact.
-    """
+    """Compute attention so that NaN and infinity reach only the queries that see them."""
     found = run(call)
     out_BHTE = found[0] if call.return_lse else found
     wide = torch.promote_types(out_BHTE.dtype, torch.float32)
     on_cpu = out_BHTE.device.type == "cpu" and has_values(out_BHTE)
     if not on_cpu or math.isfinite(out_BHTE.sum(dtype=wide).item()):
         return found  # the usual case, which costs only the sum
+    # Each query that sees such a number gets the output NaN, and the gradients of its inputs
+    # become NaN. All other outputs are exact.
     clean, bad_BHT = _cleaned(call)
     found = run(clean)
     if not call.return_lse:
@@ -62,10 +60,7 @@ def contained(run: Callable[[Call], Any], call: Call) -> Any:
 
 
 def _cleaned(call: Call) -> tuple[Call, Tensor]:
-    """Return `call` with zeros instead of NaN and infinity, and a mask of the affected queries.
-
-    The mask [batch, heads, queries] is true where a query sees a number that was NaN or infinite.
-    """
+    """Return a call with zeros instead of NaN and infinity, and a mask of affected queries."""
     q_BHTE, k_BKSE, decay_BHS = call.q_BHTE, call.k_BKSE, call.decay_BHS
     key_heads, keys = k_BKSE.shape[1:3]
     bad_BKS = ~(k_BKSE.isfinite() & call.v_BKSE.isfinite()).all(-1)

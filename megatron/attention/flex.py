@@ -43,7 +43,8 @@ w and b are the distance kernel's factor and bias, and d is the query-key distan
 def flex(call: Call) -> Any:
     """Compute attention by torch's FlexAttention.
 
-    The result is the output or (output, lse), as in `backend.Backend.function`.
+    Return the output [batch, heads, queries, head size], or (output, lse) if the call asks for it.
+    lse is the log-sum-exp of each softmax.
     """
     from torch.nn.attention.flex_attention import AuxRequest
 
@@ -87,16 +88,17 @@ def score_mod_of(
     offset: int = 0,
     positions_BT: Tensor | None = None,
 ) -> ScoreMod | None:
-    """Return a score_mod that applies an embedding's bias and factor, or None if it has neither.
+    """Return a function for FlexAttention's `score_mod` that applies a positional embedding.
 
-    A score_mod is a function that FlexAttention applies to each score. This one evaluates the
-    embedding's formula. If the formula has no symbolic expression, it reads the values from tables.
+    Return None if the embedding does not change the scores.
 
     Args:
+        pos: The positional embedding.
+        theta_HN: The embedding's parameters [heads, parameters].
         length: The number of keys.
         offset: The position of the first query.
-        positions_BT: The position of each query in its document [batch, queries]. Only some biases
-            need it.
+        positions_BT: The position of each query in its document [batch, queries]. Only some
+            embeddings need it.
     """
     if not pos.has("distance") or theta_HN is None:
         return None
@@ -125,13 +127,9 @@ def score_mod_of(
 
 
 def tabulated(pos: PositionalEmbedding, theta_HN: Tensor, length: int, offset: int) -> ScoreMod:
-    """Return a score_mod that reads the bias and the factor of `pos` from tables.
-
-    Args:
-        length: The number of keys. The tables have values for the distances 0 ... length - 1.
-        offset: The position of the first query.
-    """
+    """Return a `score_mod` that loads the embedding's values from tables over distances."""
     d = torch.arange(length, device=theta_HN.device)
+    # The tables have values for the distances 0 ... length - 1.
     bias_HS, weight_HS = pos.bias(theta_HN, d), pos.weight(theta_HN, d)
 
     def score_mod(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
@@ -144,14 +142,7 @@ def tabulated(pos: PositionalEmbedding, theta_HN: Tensor, length: int, offset: i
 
 
 def decayed(score_mod: ScoreMod | None, decay_BHS: Tensor, offset: int) -> ScoreMod:
-    """Return a score_mod that applies `score_mod` and then adds the decay's term c_i - c_j.
-
-    i is the position of the query, and j is the position of the key.
-
-    Args:
-        decay_BHS: The decay c of each position [batch, heads, keys].
-        offset: The position of the first query.
-    """
+    """Return a `score_mod` that applies another one and then adds the logits of a forget gate."""
     rows_BHS = decay_BHS.clone()  # only one lookup may be in a tensor that requires a gradient
 
     def with_decay(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
@@ -173,20 +164,14 @@ def formula_of(pos: PositionalEmbedding) -> Formula | None:
 
 
 def kernel_options(pos: PositionalEmbedding, size: int) -> dict[str, int] | None:
-    """Return FlexAttention's `kernel_options` for an embedding. None means torch's defaults.
-
-    The defaults are suitable unless the score_mod reads tables. `size` is the head size.
-    """
+    """Return FlexAttention's `kernel_options` for an embedding. None means torch's defaults."""
     if not pos.has("distance") or formula_of(pos) is not None:
         return None
     return table_options(pos, size)
 
 
 def table_options(pos: PositionalEmbedding, size: int) -> dict[str, int]:
-    """Return FlexAttention's `kernel_options` for a score_mod that reads tables.
-
-    `size` is the head size.
-    """
+    """Return FlexAttention's `kernel_options` for a `score_mod` that loads values from tables."""
     # In each stage, the kernel's loop prefetches a tile of keys, one of values and one of table
     # entries, fp32 [128, 128]. Three stages, torch's default, need more shared memory than an H100
     # has (torch 2.11).
@@ -196,10 +181,7 @@ def table_options(pos: PositionalEmbedding, size: int) -> dict[str, int]:
 
 
 def block_mask_of(call: Call) -> Any:
-    """Return FlexAttention's block mask for one attention call, with its documents and window.
-
-    FlexAttention skips blocks of keys that no query sees.
-    """
+    """Return FlexAttention's block mask for one attention call, with its documents and window."""
     from torch.nn.attention.flex_attention import create_block_mask
 
     batch, _, queries, _ = call.q_BHTE.shape
@@ -218,12 +200,7 @@ def block_mask_of(call: Call) -> Any:
 def causal_mask(
     queries: int, keys: int, offset: int, device: torch.device, window: int | None = None
 ) -> Any:
-    """Return FlexAttention's block mask for causal attention.
-
-    Args:
-        offset: The position of the first query.
-        window: The largest distance at which a query sees a key. None means any distance.
-    """
+    """Return FlexAttention's block mask for causal attention, with an optional window."""
     from torch.nn.attention.flex_attention import create_block_mask
 
     def seen(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
@@ -276,7 +253,7 @@ def remark(request: Request) -> str:
 
 
 def tempers(pos: PositionalEmbedding) -> bool:
-    """Return whether the score_mod multiplies the scores by the embedding's temperature."""
+    """Return whether the `score_mod` multiplies the scores by the embedding's temperature."""
     return pos.tempers_bias and pos.has("distance")
 
 

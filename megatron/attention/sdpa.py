@@ -75,7 +75,7 @@ def remark(request: Request) -> str:
 
 
 def _additive(request: Request) -> bool:
-    """Return whether the attention mask is added to the scores. Otherwise, the mask is boolean."""
+    """Return whether the attention mask is added to the scores. Otherwise, it is boolean."""
     return request.pos.has("distance") or request.pos.has("sink") or request.decays
 
 

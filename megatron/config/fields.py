@@ -245,7 +245,7 @@ def _stages(value: Any) -> tuple[tuple[int, int], ...]:
 
 
 def _split(value: Any) -> str:
-    """Check GPT-NeoX's `split`: the proportions of train, valid and test documents, as text."""
+    """Check the proportions of train, valid and test documents, and return them as a text."""
     write = "e.g. '969, 30, 1'"
     value = str(value) if isinstance(value, (int, float)) else value
     if not isinstance(value, str):

@@ -60,16 +60,13 @@ class KerplePreTrainedModel(PreTrainedModel):
 
 
 class KerpleModel(KerplePreTrainedModel):
-    """The transformer without an output layer.
-
-    The weight `position_bias.theta` contains the positional embedding's learned parameters. Its
-    name contains `bias`, so that `Trainer` applies no weight decay to it.
-    """
+    """The transformer without an output layer."""
 
     def __init__(self, config: KerpleConfig):
         super().__init__(config)
         pos = positional_of(config)
         self.embedding = Embedding(config, pos)
+        # The name contains `bias`, so that `Trainer` applies no weight decay to theta.
         self.position_bias = Theta(pos, config.num_attention_heads) if pos.parameters else None
         parts = [pos.of_layer(index) for index in range(config.num_hidden_layers)]
         self.layers = nn.ModuleList(Block(config, i, *part) for i, part in enumerate(parts))
@@ -107,8 +104,8 @@ class KerpleModel(KerplePreTrainedModel):
             use_cache: Whether to return a cache. None means the config's value.
             output_attentions: Whether to return each layer's attention probabilities [B, H, T, S].
             output_hidden_states: Whether to return the input of each layer and the final states.
-            cu_seq_lens_q, cu_seq_lens_k: For a single row of packed documents, the column at which
-                each document begins, then the number of tokens in the row.
+            cu_seq_lens_q, cu_seq_lens_k: For one row of packed documents, the index at which each
+                begins. The last entry is the number of tokens.
             max_length_q, max_length_k: Accepted for compatibility and ignored.
             seq_idx: For packed documents, a number for each token, [B, T]. Adjacent tokens with the
                 same number belong to the same document.
@@ -149,7 +146,7 @@ class KerpleModel(KerplePreTrainedModel):
     def _states(
         self, x_BTD: Tensor, at: Columns, cache: Cache | None, output_attentions: bool | None
     ) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...] | None]:
-        """Return (inputs of the layers and final states, attention probabilities or None)."""
+        """Return all hidden states, and the attention probabilities or None."""
         attentions = _or(output_attentions, self.config.output_attentions)
         name = self.config.attention
         if attentions and name != "eager":

@@ -42,23 +42,19 @@ _NO_BIASES = {"use_bias_in_attn_linear": False, "use_bias_in_mlp": False}
 class HubClass:
     """The description of a model class of the library `transformers`.
 
+    "Ours" means this project. "Entries" are those of the model's config.json.
+
     Attributes:
-        name: The name of the class, as in the entry `architectures` of config.json.
-        model_type: The value of `model_type` in config.json.
-        layers: The prefix of the names of the layers in transformers.
-        activations: Maps values of `hidden_act` to values of our `activation`.
-        keys: Our config keys that have the same value in every model of the class, with the value.
-        entries: Maps each of our other config keys to the entry of config.json with its value.
-        modules: Maps the names of our modules to names in transformers. If several modules there
-            correspond to one of ours, their names are separated by spaces. A module with the same
-            name in transformers is left out.
-        defaults: The values of entries that a config.json may leave out. If the class supports
-            partly rotated heads, there is an entry `partial_rotary_factor` or `rotary_dim`. If it
-            supports heads of any size, there is an entry `head_dim`.
-        only: Maps entries of config.json to the only value that can be imported. A string names
-            another entry, which has this value.
-        transposed: Whether the layers' matrices are stored transposed. If so, the matrices of
-            queries, keys and values are also concatenated in this order.
+        name: The name of the class.
+        model_type: The value of the entry `model_type`.
+        layers: The prefix of the names of the layers.
+        activations: Our `activation` for each value of the entry `hidden_act`.
+        keys: Our config keys that have the same value in every model of the class.
+        entries: The entry for each of our other config keys.
+        modules: The names of modules in transformers for each of ours that differs.
+        defaults: The values of entries that a config.json may leave out.
+        only: The only supported value of some entries, or the name of the entry that has it.
+        transposed: Whether the layers' matrices are stored transposed, as in GPT-2.
     """
 
     name: str
@@ -67,7 +63,10 @@ class HubClass:
     activations: dict[str, str]
     keys: dict[str, Any]
     entries: dict[str, str]
+    # If several modules correspond to one of ours, their names are separated by spaces.
     modules: dict[str, str]
+    # `partial_rotary_factor` or `rotary_dim` is there if the class supports partly rotated heads,
+    # and `head_dim` if it supports heads of any size.
     defaults: dict[str, Any]
     only: Mapping[str, Any] = field(default_factory=dict)
     transposed: bool = False
@@ -233,10 +232,10 @@ CLASSES = (NEOX, LLAMA, MISTRAL, QWEN2, QWEN3, OLMO2, STABLELM, PHI, GPTJ, _GPT,
 
 
 def class_of(found: Mapping[str, Any]) -> HubClass:
-    """Return the class that a config.json with the content `found` names.
+    """Return the class that the content of a config.json names.
 
     Raises:
-        HubError: The config.json names a class that is not in `CLASSES`.
+        HubError: This project does not support the class.
     """
     classes, model_type = found.get("architectures"), found.get("model_type")
     kind = next((each for each in CLASSES if each.model_type == model_type), None)

@@ -28,25 +28,25 @@ _WRONG = {
 
 @dataclass
 class Columns:
-    """The columns and positions of T new tokens in B texts. All layers use them.
+    """Where new tokens are in texts that may be padded or packed.
 
-    A column is an index into the row of cached and new tokens, including padding. A position is
-    the place in a document.
+    A column is an index into all tokens of a text, including padding. A position is counted within
+    a document.
 
     Attributes:
-        offset: The column of the first new token, which is the number of cached tokens. None in a
-            compiled graph with a static cache, where this number exists only on the device.
+        offset: The column of the first new token. None if only the device has this number.
         columns_T: The column of each new token.
         positions_BT: The position of each new token.
-        first_BT: The first column that each new token may see. A padding token sees only itself.
-            None if all tokens may see column 0.
+        first_BT: The first column that each new token may see. None if all tokens may see column 0.
         ended_BT: Whether each new token ends a document. None if attention may cross documents.
-        vectors: The bias vectors that layers share in a pass without gradients.
+        vectors: Bias vectors that layers share.
     """
 
+    # None in a compiled graph with a static cache.
     offset: int | None
     columns_T: Tensor
     positions_BT: Tensor
+    # A padding token sees only itself.
     first_BT: Tensor | None = None
     ended_BT: Tensor | None = None
     vectors: dict = field(default_factory=dict)
@@ -60,15 +60,12 @@ class Columns:
 def columns_of(
     x_BTD: Tensor, mask_BS: Tensor | None, position_ids: Tensor | None, cache: Cache | None
 ) -> Columns:
-    """Return the columns and positions of the new tokens.
-
-    In a compiled graph, the values of the mask and the positions are not checked, because the check
-    would wait for the device.
+    """Return where the new tokens are, and their positions.
 
     Args:
         x_BTD: The vectors of the new tokens.
         mask_BS: The attention mask: 0 where a token is padding, otherwise 1.
-        position_ids: The position of each new token, [B or 1, T].
+        position_ids: The position of each new token, [batch or 1, new tokens].
         cache: The cache with the tokens before the new ones.
 
     Raises:
@@ -94,6 +91,7 @@ def columns_of(
         first_BT = first_BT.maximum(columns_T - at.positions_BT)
     if seen_BT is not None:
         first_BT = torch.where(seen_BT, first_BT, columns_T)
+    # In a compiled graph, the check would wait for the device.
     if not graph:
         _refuse(mask_BS, seen_BS, seen_BT, None if position_ids is None else at.positions_BT)
     at.first_BT = first_BT if graph or first_BT.any() else None
@@ -101,10 +99,10 @@ def columns_of(
 
 
 def _seen(mask_BS: Tensor, shape: Any, offset: int | None, cache: Cache | None) -> Tensor:
-    """Return whether each of the S cached and new tokens is not padding, bool [B, S].
+    """Return whether each token is not padding, bool [batch, tokens].
 
     Raises:
-        ValueError: The mask has another shape.
+        ValueError: The mask has a wrong shape.
     """
     static = cache is not None and cache.is_compileable
     total = mask_BS.shape[-1] if offset is None else offset + shape[1]
@@ -138,16 +136,14 @@ def _refuse(
 def packed_positions(
     position_ids: Tensor | None, seq_idx: Tensor | None, *cu_seq_lens: Tensor | None
 ) -> Tensor | None:
-    """Return the position of each token in its document, [B, T], or None if no argument is given.
+    """Return the position of each token in its document, or None if no argument is given.
 
     Each argument describes the same packed documents in another way.
 
     Args:
-        position_ids: The position of each token, or None.
-        seq_idx: A number for each token, or None. Adjacent tokens with the same number belong to
-            the same document.
-        cu_seq_lens: Tensors or None. Each tensor has the column at which each document of a single
-            row begins, then the number of tokens in the row.
+        position_ids: The position of each token.
+        seq_idx: The number of each token's document.
+        cu_seq_lens: The index at which each document begins, then the number of all tokens.
 
     Raises:
         ValueError: The arguments describe different documents.
@@ -172,14 +168,15 @@ def separate_documents(
     """Limit the attention of each new token to its own document, by changing `at`.
 
     Args:
-        at: The columns and positions of the new tokens. This function changes them.
+        at: Where the new tokens are, and their positions.
         ended_BT: Whether each new token ends a document.
-        cache: The cache. `Attention` stores `ended_BT` as the last number of each key.
+        cache: The cache of earlier tokens.
         restart: Whether positions restart at 0 with each document.
     """
     at.ended_BT = ended_BS = ended_BT
     keys_BKSE: Any = getattr(cache.layers[0], "keys", None) if cache and cache.layers else None
     if keys_BKSE is not None and keys_BKSE.numel():
+        # `Attention` stores `ended_BT` as the last number of each key.
         cached_BS = keys_BKSE[:, 0, :, -1].to(ended_BT.device) > 0
         if at.offset is None:
             ended_BS = cached_BS.index_copy(1, at.columns_T, ended_BT)

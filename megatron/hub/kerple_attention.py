@@ -37,7 +37,7 @@ def kerple_attention(
     call: PaddedCall | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
-    """Return the attention output [B, T, H, E], and None in place of the probabilities.
+    """Return the attention output [batch, queries, heads, head size], and None for probabilities.
 
     Args:
         attention_mask: Unused, because `call` has the padding and the documents.
@@ -76,10 +76,8 @@ def kerple_attention(
 
 
 def _embedding(module: Any) -> PositionalEmbedding:
-    """Return this project's version of an exported layer's positional embedding.
-
-    The layer has a copy of the class from the exported Python file.
-    """
+    """Return this project's version of an exported layer's positional embedding."""
+    # The layer has a copy of the class from the exported Python file.
     config, index = module.config, module.index
     key = str((config.pos_emb, config.pos_emb_options, config.distance_scale)), index
     if key not in _KNOWN:

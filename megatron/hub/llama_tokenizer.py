@@ -20,20 +20,20 @@ _SPACE = "\u2581"
 
 
 def write_tokenizer_json(model: Path, *, begins: bool) -> bool:
-    """Convert the SentencePiece file `model` to a tokenizer.json in the same folder.
+    """Convert a SentencePiece file to a tokenizer.json in the same folder.
 
-    If the folder has no tokenizer_config.json, write this file, too. Nothing is written if the new
-    tokenizer encodes some difficult text differently.
+    Nothing is written if the new tokenizer encodes some difficult text differently.
 
     Args:
+        model: The SentencePiece file.
         begins: Whether a text begins with the token `<s>`.
 
     Returns:
-        Whether the files were written.
+        Whether the file was written.
 
     Raises:
-        TokenizerError: The file is damaged or has no token that ends a document, or the library
-            `sentencepiece` is missing.
+        TokenizerError: The file is damaged or has no token that ends a document.
+        TokenizerError: The library `sentencepiece` is missing.
     """
     given = SPMTokenizer(model)
     from sentencepiece import SentencePieceProcessor  # which SPMTokenizer has found

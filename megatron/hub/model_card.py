@@ -26,10 +26,10 @@ def model_card(run: OpenRun, *, own_class: bool, longest: int | None, licence: s
     """Return the text of README.md.
 
     Args:
-        own_class: Whether the export contains a Python file with the model's class. This file is
-            run when the model is loaded.
+        run: The run whose model is exported.
+        own_class: Whether the export contains a Python file with the model's class.
         longest: The maximum number of tokens in a text, or None if there is no limit.
-        licence: The hub's name of the licence, such as `apache-2.0`.
+        licence: The name of the licence on the Hugging Face hub, such as `apache-2.0`.
     """
     shape, config = run.model.shape, run.config
     count = sum(weight.numel() for weight in run.model.parameters())
@@ -57,7 +57,7 @@ def model_card(run: OpenRun, *, own_class: bool, longest: int | None, licence: s
 
 
 def _formula(term: Any) -> str:
-    """Return the module docstring of the positional embedding `term`."""
+    """Return the module docstring of a positional embedding."""
     text = inspect.getdoc(inspect.getmodule(type(term))) or term.name
     return text.removeprefix("Define ").strip()
 

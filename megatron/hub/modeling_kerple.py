@@ -24,7 +24,7 @@ from megatron.hub.layers import KerpleConfig
 
 
 class KerpleForCausalLM(KerplePreTrainedModel, GenerationMixin):
-    """The language model: a `KerpleModel` with an output layer."""
+    """The language model: the transformer with an output layer."""
 
     _tied_weights_keys = {"output.weight": "model.embedding.word_embeddings.weight"}
     accepts_loss_kwargs = True  # `Trainer` then passes `num_items_in_batch`

@@ -34,15 +34,9 @@ def decode_pass(
     f_prepare: tl.constexpr, f_evaluate: tl.constexpr,
     M: tl.constexpr, N: tl.constexpr, E: tl.constexpr, P: tl.constexpr,
 ):  # fmt: skip
-    """Compute the output and `lse` of some query rows for one part of the keys.
-
-    `lse` is the logarithm to base 2 of the softmax's denominator. Program (x, n) handles the n-th
-    part of the keys for M rows. The rows are the queries of the `group` query heads that share a
-    key head. Row r is query r // group of the query head r mod group among these heads.
-
-    With N parts, the results of head h and part n are stored as head h N + n of `parts` (fp32) and
-    `lses`.
-    """
+    """Compute the attention output and log-sum-exp of some query rows for a part of the keys."""
+    # Program (x, n) handles the n-th part of the keys for M rows. Row r is query r // group of
+    # the query head r mod group among the heads that share a key head.
     tiles, n, count = tl.cdiv(queries * group, M), tl.program_id(1), tl.num_programs(1)
     key_item, row = tl.program_id(0) // tiles, tl.program_id(0) % tiles * M + tl.arange(0, M)
     b, h_k = (key_item // (heads // group)).to(tl.int64), (key_item % (heads // group)).to(tl.int64)
@@ -73,8 +67,10 @@ def decode_pass(
         )  # fmt: skip
     # Where a row sees no key of this part, its `lse` is about -1e9, so that the part has no share.
     total = tl.where(total > 0.0, total, 1.0)
+    # The results of head h and part n are stored as head h * count + n.
     to = b * parts_b + (h * count + n) * parts_h + t * parts_t
     tl.store(parts_ptr + to + column, acc / total[:, None], mask=there & (column < E))
+    # The logarithm to base 2.
     lse = (top * c + tl.log2(total))[:, None]
     tl.store(lses_ptr + ((b * heads + h) * count + n) * queries + t, lse, mask=there)
 
@@ -86,11 +82,8 @@ def merge_pass(
     heads, group, queries, keys, offset, width, scale, threshold, rescale,
     N: tl.constexpr, E: tl.constexpr, P: tl.constexpr,
 ):  # fmt: skip
-    """Compute the output and `lse` of one query of one head from the results for parts of the keys.
-
-    The parts are added up N at a time. The program's number is the index of the query in the
-    flattened dimension of sequences, heads and queries.
-    """
+    """Compute the attention output of a query from its results for parts of the keys."""
+    # The parts are added up N at a time.
     row, count = tl.program_id(0), tl.cdiv(keys, CHUNK)
     item, t = (row // queries).to(tl.int64), row % queries
     b, h = item // heads, item % heads

@@ -29,16 +29,13 @@ from megatron.kernels.rows import gradients_of, kernel, open_head, open_rows, se
 
 @dataclass(frozen=True)
 class Layer:
-    """A layer of hidden units, sum_k v_k relu(w_k u + b_k), in an embedding's bias.
+    """A hidden layer of ReLU units, as a bias of the logits: sum_k v_k relu(w_k u + b_k).
 
-    The sum is piecewise linear in u. Knees are the inputs u at which the slope changes. Between
-    neighbouring knees, the sum is a line, slope * u + offset. The Triton kernels read one row of
-    numbers for each head: first the columns of theta, among them all w, b and v, then the layer's
-    knees, slopes and offsets.
+    u is a number for each logit, such as the query-key distance. The sum is piecewise linear in u.
 
     Attributes:
-        first: The number of columns of theta, which is also the index of the first knee in the row.
-        columns: Three tuples of indices of columns of theta: those of w, of b and of v.
+        first: The number of the embedding's parameters per head.
+        columns: The indices of all w, of all b and of all v among these parameters.
     """
 
     first: int
@@ -46,12 +43,12 @@ class Layer:
 
     @property
     def width(self) -> int:
-        """The number K of hidden units."""
+        """The number of hidden units."""
         return len(self.columns[0])
 
     @property
     def others(self) -> list[int]:
-        """The indices of the columns of theta that are not parameters of the layer."""
+        """The indices of the embedding's parameters that do not belong to the layer."""
         return [n for n in range(self.first) if all(n not in each for each in self.columns)]
 
     @property
@@ -59,45 +56,33 @@ class Layer:
         return 1 << self.width.bit_length()
 
     def gradient(self, sums_H2R: Tensor, width: int) -> Tensor:
-        """Return the gradient [heads, `width`] of all numbers that the Triton kernels read.
-
-        These numbers are the columns of theta, then the layer's knees, slopes and offsets. Only
-        slopes and offsets get a gradient, from `sums_H2R`. The others get 0.
+        """Return the gradient of all numbers that a Triton kernel loads for each head.
 
         Args:
-            sums_H2R: The sums from `hidden_pass`, added up for each head: the gradients of the
-                offsets, then of the slopes.
-            width: The count of numbers for each head, not the number of hidden units.
+            sums_H2R: The gradients of the offsets and of the slopes of the layer's linear pieces.
+            width: The number of numbers for each head.
         """
         offsets_HM, slopes_HM = sums_H2R[..., : self.width + 1].unbind(1)
+        # The columns of theta and the knees, which get no gradient here.
         before = sums_H2R.new_zeros(len(sums_H2R), width - 2 * (self.width + 1))
         return torch.cat((before, slopes_HM, offsets_HM), dim=1)
 
 
 @triton.jit
 def knees_within(u, knees, K: tl.constexpr):
-    """Return (begin, end): the knees begin ... end - 1 lie within the range of `u`.
-
-    `u` is a tile of inputs of a layer of hidden units. `knees` points to the K inputs, in rising
-    order, at which the slope of the layer changes.
-    """
+    """Return which inputs at which the slope of the layer changes are within the range of u."""
     R: tl.constexpr = triton.next_power_of_2(K)
     k = tl.arange(0, R)
     at = tl.load(knees + k, mask=k < K, other=float("inf"))
     lowest, highest = tl.min(u), tl.max(u)
+    # The knees begin ... end - 1, where (begin, end) is the result.
     return tl.sum((at < lowest).to(tl.int32)), tl.sum((at < highest).to(tl.int32))
 
 
 @triton.jit
 def hidden_layer(u, row, first: tl.constexpr, K: tl.constexpr):
-    """Return the output of a layer of hidden units for a tile of inputs u.
-
-    Args:
-        row: Points to the numbers of one head: the columns of theta, then the layer's knees, slopes
-            and offsets.
-        first: The number of columns of theta.
-        K: The number of knees, at which the slope of the layer changes.
-    """
+    """Return the output of a hidden layer of ReLU units for a tile of inputs u."""
+    # `row` points to `first` columns of theta, then the layer's knees, slopes and offsets.
     knees, slopes, offsets = row + first, row + first + K, row + first + 2 * K + 1
     within = knees_within(u, knees, K)
     begin, end = within[0], within[1]
@@ -111,10 +96,7 @@ def hidden_layer(u, row, first: tl.constexpr, K: tl.constexpr):
 
 @triton.jit
 def hidden_slope(u, row, first: tl.constexpr, K: tl.constexpr):
-    """Return the derivative of `hidden_layer` with respect to u, for a tile of inputs u.
-
-    The arguments are those of `hidden_layer`.
-    """
+    """Return the derivative of a hidden layer of ReLU units, for a tile of inputs u."""
     knees, slopes = row + first, row + first + K
     within = knees_within(u, knees, K)
     begin, end = within[0], within[1]
@@ -127,16 +109,10 @@ def hidden_slope(u, row, first: tl.constexpr, K: tl.constexpr):
 
 @triton.jit
 def add_by_line(sums, slopes, u, ds, knees, K: tl.constexpr, R: tl.constexpr):
-    """Add a tile's gradients of a piecewise linear layer to `sums` and `slopes`. Return both.
-
-    Between the knees m - 1 and m, the layer is the line a_m * u + c_m. `sums` [R] contains the
-    gradients of all c_m, and `slopes` [R] the gradients of all a_m.
-
-    Args:
-        u: A tile of the layer's inputs.
-        ds: The gradients of the layer's outputs at `u`.
-        knees: Points to the K inputs, in rising order, at which the slope changes.
-    """
+    """Add a tile to the gradients of the linear pieces of a piecewise linear function of u."""
+    # Between the knees m - 1 and m, the layer is the line a_m * u + c_m. `sums` [R] contains the
+    # gradients of all c_m, and `slopes` [R] the gradients of all a_m. `ds` are the gradients at
+    # `u`.
     line = tl.arange(0, R)
     within = knees_within(u, knees, K)
     begin, end = within[0], within[1]
@@ -160,17 +136,9 @@ def hidden_pass(
     f_prepare: tl.constexpr, f_evaluate: tl.constexpr, FIRST: tl.constexpr, K: tl.constexpr,
     DROPOUT: tl.constexpr, M: tl.constexpr, N: tl.constexpr, E: tl.constexpr, P: tl.constexpr,
 ):  # fmt: skip
-    """Compute the gradients of the slopes and offsets of a layer of K hidden units.
-
-    The layer is piecewise linear in its input u. Its slope changes at K knees, so it consists of K
-    + 1 lines, slope * u + offset. Let ds be the gradient of a logit. The gradient of a line's
-    offset is the sum of ds over the scores whose u lies on the line. The gradient of its slope is
-    the sum of ds u over the same scores.
-
-    Each program handles M query rows of one head. It writes two rows of the tensor [programs, 2, R]
-    at `sums_ptr`: its sums for the offsets, then those for the slopes. R is the least power of 2
-    above K.
-    """
+    """Compute the gradients of a hidden layer of ReLU units."""
+    # Each program handles M query rows of one head. It writes two rows of the tensor [programs,
+    # 2, R] at `sums_ptr`: its sums for the offsets, then those for the slopes.
     tiles = tl.cdiv(queries, M)
     item, m0 = open_rows(tiles, M)
     head = open_head(

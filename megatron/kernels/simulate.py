@@ -37,13 +37,15 @@ NAMES = ("log2", "exp2", "sqrt", "rsqrt", "maximum", "abs")
 
 
 def simulate(functions: DeviceFunctions, inputs: tuple[Tensor, ...], scale: float) -> Tensor:
-    """Return [R, 1 + N] logits and their gradients with respect to theta, computed in torch.
+    """Compute logits and their gradients in torch, as a GPU would.
 
-    The device functions must have columns of theta, and no layer of hidden units.
+    The result has one row for each sample: the logit, then its gradient for each parameter.
 
     Args:
-        inputs: R samples of theta [R, N], query-key products [R], distances [R] and positions of
-            queries [R].
+        functions: The device functions that compute the positional embedding.
+        inputs: The samples: the N parameters [R, N], query-key products [R], distances [R] and
+            positions of the queries [R].
+        scale: The number that multiplies the query-key products.
     """
     theta_RN, s_R, d_R, i_R = (x.float() for x in inputs)
     tl = SimpleNamespace(load=theta_RN.unbind(1).__getitem__, sum=lambda x: x, where=torch.where)

@@ -41,7 +41,7 @@ _GATE = ".attention.gate."
 
 
 def of_positions(name: str) -> bool:
-    """Return whether the weight called `name` belongs to the model's positional embedding."""
+    """Return whether the weight with this name belongs to the model's positional embedding."""
     return is_theta(name) or name == TABLE or _GATE in name
 
 
@@ -49,18 +49,13 @@ def of_positions(name: str) -> bool:
 class ChangedPositions:
     """The replacement of a trained model's positional embedding by another one.
 
-    A term is a single embedding, such as `rotary`, in a layer that may combine several. A column of
-    theta is one parameter of a term, with a number for each head. It is kept if a layer has the
-    same term before and after. Otherwise it is added or dropped.
-
     Attributes:
         old: The embedding with which the weights were trained.
         new: The embedding of the model that receives the weights.
         num_layers: The number of layers of both models.
         length: The training length of the new model, in tokens.
-        gentle: Whether added columns start at `ThetaParameter.gentle`, if it is not None.
-        given: The names of the columns of `new` whose start values the user has set. Added columns
-            with these names keep the values that they have in the new model.
+        gentle: Whether added parameters start at values that change the model little.
+        given: The names of parameters whose start values the user has set. They keep these values.
     """
 
     old: PositionalEmbedding
@@ -72,25 +67,24 @@ class ChangedPositions:
 
     @cached_property
     def kept(self) -> dict[int, int]:
-        """A dict from the index of each kept column of the new theta to its index in the old theta.
-
-        A column is kept if all layers that use it had the same term before, with one common column.
-        """
+        """A dict from the index of each parameter that stays to its index in the old embedding."""
         found: dict[int, set[int | None]] = {}
         for layer in range(self.num_layers):
             before = dict(_columns(self.old, layer))
             for key, column in _columns(self.new, layer):
                 found.setdefault(column, set()).add(before.get(key))
+        # All layers that use the parameter must have had the same embedding before, with one
+        # common parameter.
         single = {new: next(iter(olds)) for new, olds in found.items() if len(olds) == 1}
         return {new: old for new, old in single.items() if old is not None}
 
     @property
     def added(self) -> list[int]:
-        """The indices of the trained columns of the new theta that are not `kept`."""
+        """The indices of the trained parameters that the old embedding does not have."""
         return [n for n in columns_of(self.new, trained=True) if n not in self.kept]
 
     def _gentle(self, n: int) -> float | None:
-        """Return the gentle start value of the added column `n`, or None if it starts otherwise."""
+        """Return the start value of an added parameter that changes the model little, or None."""
         column = self.new.parameters[n]
         return column.gentle if self.gentle and column.name not in self.given else None
 
@@ -108,11 +102,8 @@ class ChangedPositions:
         ]
 
     def _terms(self, one: PositionalEmbedding, other: PositionalEmbedding, shared: bool) -> str:
-        """Return the names of those terms of `one` that the same layer of `other` has or lacks.
-
-        Args:
-            shared: True selects the terms that `other` has, False those that it lacks.
-        """
+        """Return the names of embeddings that two models share, or that only one has."""
+        # Of the embeddings in the layers of `one`. With `shared`, `other` has them, too.
         count = Counter(
             term.name
             for layer in range(self.num_layers)
@@ -127,12 +118,12 @@ class ChangedPositions:
     def set_columns(
         self, parameters: Mapping[str, nn.Parameter], values: Mapping[int, Tensor]
     ) -> None:
-        """Set trained columns of the new model's theta, the positional embedding's parameters.
+        """Set parameters of the new positional embedding.
 
         Args:
             parameters: The new model's parameters by name, or this rank's shards of them.
-            values: Maps the index of a column to its values for all heads [heads], or [1] if all
-                heads share the column.
+            values: The values [heads] by index of the parameter. They are [1] if all heads share
+                it.
         """
         for name, shared in ((THETA, False), (SHARED_THETA, True)):
             for i, n in enumerate(columns_of(self.new, trained=True, shared=shared)):
@@ -145,9 +136,8 @@ class ChangedPositions:
     def fill(self, parameters: Mapping[str, nn.Parameter], weights: Mapping[str, Tensor]) -> None:
         """Set the start values of the new model's positional parameters.
 
-        Kept columns of theta get their old values. Added columns get their gentle start value, if
-        they have one. If `gentle` is true, learned position vectors and forget gates that are not
-        in `weights` get gentle start values, too.
+        Kept parameters get their old values. Added parameters may get values that change the model
+        little.
 
         Args:
             parameters: The new model's parameters by name, or this rank's shards of them.
@@ -168,10 +158,7 @@ class ChangedPositions:
 
 
 def terms_of_layer(pos: PositionalEmbedding, layer: int) -> dict[PositionalEmbedding, slice]:
-    """Return a dict from each term of a layer's embedding to its columns of theta.
-
-    A term is a single embedding, such as `rotary`, of those that the layer combines.
-    """
+    """Return the positional embeddings of a layer, each with the slice of its parameters."""
     of_layer, columns = pos.of_layer(layer)
     found, start = {}, columns.start or 0
     for term in of_layer.terms:
@@ -183,11 +170,7 @@ def terms_of_layer(pos: PositionalEmbedding, layer: int) -> dict[PositionalEmbed
 def _columns(
     pos: PositionalEmbedding, layer: int
 ) -> Iterator[tuple[tuple[PositionalEmbedding, str], int]]:
-    """Yield ((term, parameter name), column index) for each trained parameter of a layer.
-
-    A term is a single embedding, such as `rotary`, of those that the layer combines. The column
-    index is the parameter's place in theta [heads, columns].
-    """
+    """Yield ((embedding, parameter name), index) for each trained parameter of a layer."""
     for term, columns in terms_of_layer(pos, layer).items():
         for n, parameter in enumerate(term.parameters, columns.start):
             if parameter.trained:

@@ -23,18 +23,13 @@ from megatron.positional import PositionalEmbedding, PositionalError
 
 
 class EmbeddingLayer(StoredTheta):
-    """The first layer, which maps tokens [batch, positions] to the pair (x, theta).
+    """The first layer, which maps tokens [batch, positions] to a pair of tensors.
 
-    x [batch, positions, hidden size] are the hidden states. theta [heads, parameters] are the
-    positional embedding's parameters in at least fp32, or None if it has none.
-
-    Inputs of `forward` beside the tokens:
-        starts_BS: The position at which each token's document starts, for the whole sequences
-            [batch, sequence length], or None if each sequence is one document.
-        positions_BT: The position of each token [batch, positions], or None to count from the
-            sequence's first token.
+    They are the hidden states [batch, positions, hidden size] and the positional embedding's
+    parameters [heads, parameters]. The parameters are None if there are none.
 
     Args:
+        plan: The description of the model.
         words: Whether the input is tokens. If false, the input is token vectors.
     """
 
@@ -53,6 +48,9 @@ class EmbeddingLayer(StoredTheta):
             self.position_embeddings = cast(nn.Embedding, table)
         self.dropout = HiddenDropout(shape.block.hidden_dropout, plan.tp)
 
+    # starts_BS [B, all positions] is the position at which each token's document starts, or None
+    # if each sequence is one document. positions_BT is the position of each token, or None to
+    # count from the sequence's first token. The parameters are in at least fp32.
     def forward(
         self,
         x: torch.Tensor,
@@ -88,9 +86,7 @@ class EmbeddingLayer(StoredTheta):
         return F.embedding(rows, table)
 
     def require_positions(self, length: int) -> None:
-        """Check that a table of learned position vectors has a row for each of `length` positions.
-
-        Without such a table, nothing is checked.
+        """Check that a table of learned position vectors is long enough for `length` positions.
 
         Raises:
             PositionalError: The table has fewer rows.

@@ -57,13 +57,14 @@ class GPT(nn.Module):
     ) -> torch.Tensor:
         """Return the logits [batch, positions, vocabulary], or the losses [batch, positions].
 
-        If `targets_BT` is given, the result is the loss of each target, in nats. The loss includes
-        the z-loss (see `Plan`) only if autograd is enabled, as in training. Every rank must pass
-        the full sequence. Every rank gets the result for the full sequence.
+        Every rank must pass the full sequence, and gets the result for the full sequence.
 
         Args:
-            first: The first position of the logits. Logits of earlier positions are left out. If
-                `first` is not 0, sequence and context parallelism must be off.
+            tokens_BT: The token ids [batch, positions].
+            targets_BT: The target ids. If given, the result is the loss of each target in nats. If
+                autograd is enabled, the loss includes the z-loss.
+            first: Logits before this position are left out. It must be 0 under sequence or context
+                parallelism.
         """
         length = tokens_BT.shape[1]
         self.embedding.require_positions(length)
@@ -101,20 +102,19 @@ class GPT(nn.Module):
     def extend(
         self, tokens_BT: torch.Tensor, cache: list[LayerCache], *, last_only: bool = True
     ) -> torch.Tensor:
-        """Add the next tokens of each text to the cache, and return the logits of these tokens.
+        """Add the next tokens of each text to the cache, and return their logits.
 
-        Each text counts as one document. Under tensor parallelism, every rank must call this method
-        and gets the logits of the full vocabulary. Sequence and context parallelism must be off.
+        Each text counts as one document. Every tensor-parallel rank must call this method. Sequence
+        and context parallelism must be off.
 
         Args:
-            tokens_BT: The next tokens of each text. Shorter texts are padded at the start, with any
-                token ids (see `megatron.model.cache`).
-            cache: The caches from `new_cache`, one for each layer.
+            tokens_BT: The next tokens of each text. Shorter texts are padded at the start.
+            cache: The cache of each layer, from `new_cache`.
             last_only: Whether to return only the logits of the last tokens [batch, vocabulary]. If
                 not, the result is [batch, positions, vocabulary].
 
         Raises:
-            PositionalError: The table of learned position vectors has no row for a position.
+            PositionalError: A text is too long for the learned position vectors.
         """
         length = tokens_BT.shape[1]
         self.embedding.require_positions(cache[0].columns + length)
@@ -127,10 +127,7 @@ class GPT(nn.Module):
         return logits_BTV[:, -1] if last_only else logits_BTV
 
     def _logits(self, x_BTD: torch.Tensor) -> torch.Tensor:
-        """Return the logits [batch, positions, vocabulary] of the last hidden states.
-
-        If the output layer is sharded by vocabulary, the result is only this rank's slice.
-        """
+        """Return the logits of the last hidden states, or this rank's slice of them."""
         if self.output is not None:
             return self.output(x_BTD)
         assert self.embedding.word_embeddings is not None
@@ -143,11 +140,8 @@ class GPT(nn.Module):
 
     @property
     def theta_parts(self) -> tuple[nn.Parameter, ...]:
-        """The positional embedding's trained parameters, as a tuple of up to two tensors.
-
-        The first is `theta` [heads, parameters]. The second [1, parameters] contains the parameters
-        that all heads share. A tensor that does not exist is left out.
-        """
+        """The positional embedding's trained parameters, as up to two tensors."""
+        # `theta` [H, parameters], then the parameters [1, parameters] that all heads share.
         return self.embedding.theta_parts
 
 

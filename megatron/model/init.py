@@ -31,7 +31,7 @@ from megatron.parallel.sharding import full_shape, local_slice
 def draw(
     method: str, size: torch.Size, generator: torch.Generator, shape: GPTShape
 ) -> torch.Tensor:
-    """Return a new fp32 CPU tensor of `size`, drawn by the init method called `method`.
+    """Return an fp32 CPU tensor of initial values.
 
     Args:
         shape: The shape of the model. Some methods use its width, depth and `init_std`.
@@ -53,12 +53,12 @@ def draw(
 
 @torch.no_grad()
 def initialise(parameters: Iterable[tuple[str, nn.Parameter]], shape: GPTShape, seed: int) -> None:
-    """Set the initial values of a model's parameters, except theta.
+    """Set the initial values of a model's parameters.
 
-    The values depend only on `seed`, on the model's shape and on the names of the parameters. The
-    embedding layer sets theta, the positional embedding's parameters. Parameters on the meta device
-    are skipped, because they have no values.
+    The values depend only on the seed, on the model's shape and on the names of the parameters. The
+    positional embedding's parameters are not set here.
     """
+    # The embedding layer sets theta. Parameters on the meta device have no values.
     for name, param in parameters:
         leaf = name.rsplit(".", 1)[-1]
         if is_theta(name) or param.is_meta:

@@ -23,12 +23,12 @@ from megatron.numerics import WIDE, Numerics
 
 
 class Norm(nn.Module):
-    """A layer that normalises vectors [..., D], or the vectors [..., heads, D] of several heads.
+    """A layer that normalises vectors [..., dim] or [..., heads, dim].
 
     Args:
         kind: One of `layernorm`, `rmsnorm`, `fused_rmsnorm` and `scalenorm`.
-        dim: The size D of a vector.
-        heads: The number of heads. Each head has its own weights, except in `scalenorm`.
+        dim: The size of a vector.
+        heads: The number of heads, if each head has its own weights. `scalenorm` has none.
     """
 
     def __init__(self, kind: str, dim: int, eps: float, heads: int = 1, numerics: Numerics = WIDE):

@@ -24,13 +24,13 @@ import torch.distributed as dist
 
 @dataclass(frozen=True)
 class TensorGroup:
-    """A group of ranks for Megatron's tensor parallelism, or for context parallelism.
+    """A group of ranks for tensor parallelism or context parallelism.
 
     Attributes:
         group: The torch process group, or None for a group of one rank.
-        rank, size: This rank's position in the group, and the number of ranks in the group.
-        sequence_parallel: Whether hidden states outside the sharded layers are split by position
-            over the ranks (Megatron's sequence parallelism).
+        rank: This rank's number in the group.
+        size: The number of ranks in the group.
+        sequence_parallel: Whether Megatron's sequence parallelism is on.
     """
 
     group: dist.ProcessGroup | None = None
@@ -61,20 +61,20 @@ ALONE = TensorGroup()
 
 @dataclass(frozen=True)
 class Groups:
-    """The process groups of this rank, and this rank's position in each group.
+    """The process groups of this rank, and this rank's number in each group.
 
     Attributes:
-        rank, world_size: This rank's position among all ranks of the job, and the number of ranks.
-        data: The data-parallel process group. None stands for the group of all ranks of the job.
-        data_rank, data_size: This rank's position in the data-parallel group, and the group's size.
+        rank, world_size: This rank's number in the job, and the number of ranks.
+        data: The data-parallel process group. None stands for all ranks of the job.
+        data_rank, data_size: This rank's number in the data-parallel group, and the group's size.
         device: The device of this rank's tensors.
-        replicas: The group of all ranks with the same weights (all data- and context-parallel
-            ranks). None stands for the group of all ranks of the job.
+        replicas: The process group of all ranks with the same weights. None stands for all ranks of
+            the job.
         model: The tensor-parallel group.
         context: The context-parallel group, which splits the sequence (Ulysses).
-        pipe: The group of this rank's pipeline, or None if there is only one stage.
+        pipe: The process group of this rank's pipeline, or None if there is only one stage.
         pipe_rank, pipe_size: This rank's stage, and the number of stages.
-        job: The group of all ranks of the job. None stands for torch's default group.
+        job: The process group of all ranks of the job. None stands for torch's default group.
     """
 
     rank: int
@@ -103,10 +103,13 @@ class Groups:
     ) -> Groups:  # fmt: skip
         """Return new groups, with tensor, context and pipeline parallelism of the given sizes.
 
-        This method creates process groups. Therefore every rank must call it with the same sizes.
+        Every rank must call this method, because it creates process groups.
 
         Args:
-            sequence_parallel: Whether the tensor-parallel groups also split the sequence.
+            model_size: The number of tensor-parallel ranks.
+            pipe_size: The number of pipeline stages.
+            context_size: The number of context-parallel ranks.
+            sequence_parallel: Whether Megatron's sequence parallelism is on.
 
         Raises:
             ValueError: The number of ranks is not a multiple of the product of the three sizes.
@@ -132,12 +135,8 @@ class Groups:
         )
 
     def _group_along(self, ranks: np.ndarray, *axes: int) -> dist.ProcessGroup:
-        """Create the groups of ranks that differ only along `axes`, and return this rank's group.
-
-        Args:
-            ranks: The numbers of all ranks, as an array [pipe, data, context, model].
-            axes: The axes of `ranks` along which a group extends.
-        """
+        """Create groups of ranks that differ only along some axes, and return this rank's."""
+        # The axes of `ranks` are pipe, data, context, model.
         last = range(ranks.ndim - len(axes), ranks.ndim)
         size = math.prod(ranks.shape[axis] for axis in axes)
         members = np.moveaxis(ranks, axes, last).reshape(-1, size).tolist()
@@ -146,12 +145,12 @@ class Groups:
 
     @property
     def replica_rank(self) -> int:
-        """The position of this rank in the group `replicas`."""
+        """This rank's number among all ranks with the same weights."""
         return self.data_rank * self.context.size + self.context.rank
 
     @property
     def replica_size(self) -> int:
-        """The number of ranks in `replicas`: `data_size` times the size of the context group."""
+        """The number of ranks with the same weights."""
         return self.data_size * self.context.size
 
     def sum_over_data(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -172,21 +171,16 @@ class Groups:
             dist.barrier(self.job)
 
     def gather_from_job(self, value: Any) -> list[Any]:
-        """Return a list of the values of all ranks, on every rank.
-
-        Each `value` is pickled, so it should be small.
-        """
+        """Return a list of the values of all ranks, on every rank."""
+        # Each `value` is pickled, so it should be small.
         return _gather_objects(value, self.world_size, self.job)
 
     def gather_from_pipe(self, value: Any) -> list[Any]:
-        """Return a list of the values of all pipeline stages, on every stage.
-
-        Each `value` is pickled, so it should be small.
-        """
+        """Return a list of the values of all pipeline stages, on every stage."""
         return _gather_objects(value, self.pipe_size, self.pipe)
 
     def union_over_pipe(self, value: dict[str, Any]) -> dict[str, Any]:
-        """Merge the dictionaries `value` of all pipeline stages into one, on every stage."""
+        """Merge the dictionaries of all pipeline stages into one, on every stage."""
         return {key: each for stage in self.gather_from_pipe(value) for key, each in stage.items()}
 
 
@@ -201,7 +195,7 @@ def _gather_objects(value: Any, size: int, group: dist.ProcessGroup | None) -> l
 def build_groups(device: torch.device) -> Groups:
     """Return the process groups of the running job, with all ranks in one data-parallel group.
 
-    If torch.distributed is not initialised, the process counts as a job of one rank.
+    Without torch.distributed, the process is a job of one rank.
     """
     rank, size = 0, 1
     if dist.is_initialized():

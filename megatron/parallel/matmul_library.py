@@ -27,7 +27,7 @@ def linear(
     """Return x @ weight.T + bias, [..., out], for x [..., in] and weight [out, in].
 
     Args:
-        numerics: Prescribes whether the product is rounded before the bias is added.
+        numerics: Whether the product is rounded before the bias is added.
     """
     if numerics.published and bias is not None:
         return linear(x, weight) + bias  # the product is rounded before
@@ -45,9 +45,7 @@ def linear(
 
 
 def prefers_onednn(processors: Path = Path("/proc/cpuinfo")) -> bool:
-    """Return whether to multiply matrices with oneDNN instead of MKL.
-
-    oneDNN is faster on AMD processors with AVX-512.
+    """Return whether the CPU multiplies matrices faster with oneDNN than with MKL.
 
     Args:
         processors: The file in which Linux describes the processors. Other systems do not have it.

@@ -36,7 +36,7 @@ def derived_seed(seed: int, name: str) -> int:
 
 
 def rng_state() -> dict[str, torch.Tensor]:
-    """Return the states of this rank's global random generators, which draw dropout masks.
+    """Return the states of this rank's global random generators.
 
     The states are uint8 tensors with the keys `cpu` and, if CUDA is available, `cuda`.
     """
@@ -47,7 +47,7 @@ def rng_state() -> dict[str, torch.Tensor]:
 
 
 def set_rng_state(state: dict[str, torch.Tensor]) -> None:
-    """Restore a `state` that `rng_state` returned. Without CUDA, the state of `cuda` is ignored."""
+    """Restore what `rng_state` returned. The state of `cuda` is ignored without CUDA."""
     torch.set_rng_state(state["cpu"].cpu())
     if "cuda" in state and torch.cuda.is_available():
         torch.cuda.set_rng_state(state["cuda"].cpu())
@@ -55,11 +55,7 @@ def set_rng_state(state: dict[str, torch.Tensor]) -> None:
 
 @contextmanager
 def rank_dropout(tp: TensorGroup, device: torch.device) -> Iterator[None]:
-    """Within the `with` block, let each rank of `tp` draw its own random numbers.
-
-    After the block, the random generators of all these ranks have equal states again. In a group of
-    one rank, this function does nothing.
-    """
+    """Within the `with` block, let each rank of `tp` draw its own random numbers."""
     if tp.size == 1:
         yield
         return
@@ -67,6 +63,7 @@ def rank_dropout(tp: TensorGroup, device: torch.device) -> Iterator[None]:
     # global generators, and recomputing an activation draws the same numbers again.
     seed = int(torch.randint(0, 1 << 40, ()))
     devices = [] if device.type == "cpu" else [device]
+    # After the block, all ranks have equal states again.
     with torch.random.fork_rng(devices, device_type="cuda"):
         torch.manual_seed(seed * tp.size + tp.rank)
         yield

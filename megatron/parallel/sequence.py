@@ -17,10 +17,11 @@ from megatron.parallel.groups import ALONE, TensorGroup
 
 @dataclass(frozen=True)
 class SequenceSplit:
-    """How sequences are split over the context group `cp`, and then over the tensor-parallel group.
+    """How the positions of a sequence are split over the ranks.
 
-    The tensor-parallel group `tp` splits sequences only under sequence parallelism. All slices have
-    the same length. Rank r of a group has slice r.
+    Attributes:
+        cp: The context-parallel group, which splits each sequence into equal slices.
+        tp: The tensor-parallel group. Under sequence parallelism, it splits each slice further.
     """
 
     tp: TensorGroup = ALONE
@@ -28,7 +29,7 @@ class SequenceSplit:
 
     @property
     def tp_slices(self) -> int:
-        """The number of ranks of `tp` that split the sequence, 1 without sequence parallelism."""
+        """The number of slices into which the tensor-parallel group splits a sequence."""
         return self.tp.size if self.tp.splits_sequence else 1
 
     @property
@@ -37,11 +38,11 @@ class SequenceSplit:
         return self.cp.size * self.tp_slices
 
     def padded(self, tokens_BT: torch.Tensor) -> torch.Tensor:
-        """Return `tokens_BT`, padded at the end with zeros to a multiple of `slices` positions."""
+        """Return token ids, padded at the end with zeros to a length that can be split."""
         return F.pad(tokens_BT, (0, -tokens_BT.shape[1] % self.slices))
 
     def context_slice(self, tokens_BT: torch.Tensor) -> torch.Tensor:
-        """Pad the sequences, and return one of `cp.size` equal slices: number `cp.rank`."""
+        """Return this rank's slice of the sequences for context parallelism, padded."""
         return self.padded(tokens_BT).chunk(self.cp.size, 1)[self.cp.rank]
 
     def positions(self, length: int, device: torch.device) -> torch.Tensor:

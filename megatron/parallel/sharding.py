@@ -19,18 +19,19 @@ from megatron.parallel.groups import TensorGroup
 
 @dataclass(frozen=True)
 class Sharding:
-    """How a parameter is split along dimension `dim` into equal slices, one for each rank.
+    """How a parameter is split into equal slices, one for each tensor-parallel rank.
 
-    The parameter consists of `blocks` tensors, stacked along `dim`. Each of these tensors is split
-    separately. For example, a gated MLP stacks value and gate, and every rank needs the same rows
-    of both.
+    Attributes:
+        dim: The dimension that is split.
+        blocks: The number of tensors that are stacked along `dim` and split separately. It is 2 for
+            the value and the gate of a gated MLP.
     """
 
     dim: int
     blocks: int = 1
 
     def slice(self, full: Tensor, rank: int, size: int) -> Tensor:
-        """Return slice number `rank` of `full`, divided into `size` slices, as a copy."""
+        """Return one of `size` equal slices of the full tensor, as a copy."""
         blocks = full.chunk(self.blocks, self.dim)
         slices = [block.chunk(size, self.dim)[rank] for block in blocks]
         return torch.cat(slices, self.dim).contiguous()
@@ -58,10 +59,7 @@ class _Marked(nn.Parameter):
 
 
 def mark_sharding(param: Tensor, sharding: Sharding, tp: TensorGroup) -> None:
-    """Store on a parameter, as attributes, how it is sharded over the ranks of `tp`.
-
-    The attributes are stored even if `tp` has only one rank and `param` is not divided.
-    """
+    """Store on a parameter, as attributes, how it is sharded over the ranks of `tp`."""
     marked = cast(_Marked, param)
     marked.sharding, marked.shard_rank, marked.shard_count = sharding, tp.rank, tp.size
     if tp.size > 1:  # DeepSpeed reads these two attributes when it computes the gradient norm
@@ -72,15 +70,14 @@ def mark_fused(param: Tensor, rows: tuple[int, ...]) -> None:
     """Record on a parameter that its rows belong to several matrices, such as queries and keys.
 
     Args:
-        rows: The number of rows of each matrix within one period. The rows of `param` consist of
-            whole periods. For example, with the rows (4, 2), rows 0-3, 6-9, ... are the first
-            matrix, and rows 4-5, 10-11, ... are the second.
+        rows: The number of rows of each matrix within one period. For example, (4, 2) means 4 rows
+            of the first matrix, then 2 of the second, and so on.
     """
     param.fused_rows = rows  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def fused_rows(param: Tensor) -> tuple[int, ...]:
-    """Return the argument `rows` of `mark_fused`, or (number of rows,) if `param` is one matrix."""
+    """Return what `mark_fused` recorded, or (number of rows,) if the parameter is one matrix."""
     return getattr(param, "fused_rows", (len(param),))
 
 
@@ -103,7 +100,7 @@ def full_shape(param: Tensor) -> torch.Size:
 
 
 def local_slice(param: Tensor, full: Tensor) -> Tensor:
-    """Return this rank's slice of the unsharded tensor `full`, which is sharded like `param`."""
+    """Return this rank's slice of a full tensor that is sharded like a parameter."""
     if (sharding := sharding_of(param)) is None:
         return full
     marked = cast(_Marked, param)

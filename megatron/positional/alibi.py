@@ -23,10 +23,7 @@ def slopes(num_heads: int) -> list[float]:
 
 
 class Alibi(PositionalEmbedding):
-    """ALiBi: the bias -m d at the query-key distance d, with a fixed slope m for each head.
-
-    The slopes are stored as parameters theta, but are not trained.
-    """
+    """ALiBi: the bias -m d at the query-key distance d, with a fixed slope m for each head."""
 
     kind = "distance"
     parameters = (ThetaParameter("slope", trained=False),)

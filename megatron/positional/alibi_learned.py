@@ -16,7 +16,7 @@ from megatron.positional.theta_parameter import ThetaParameter
 class AlibiLearned(Alibi):
     """ALiBi with learned slopes: the bias -m d at the query-key distance d.
 
-    Each head has a slope m >= 0. The initial slopes are those of `alibi`.
+    Each head has a slope m >= 0. The initial slopes are ALiBi's.
     """
 
     parameters = (ThetaParameter("slope", low=0.0),)

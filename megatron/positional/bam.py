@@ -20,8 +20,8 @@ from megatron.positional.theta_parameter import ThetaParameter
 class Bam(PositionalEmbedding):
     """BAM: the bias -exp(alpha) (|d + mu| + 1e-5)^beta at the query-key distance d.
 
-    mu is exp(theta_mu) - exp(-theta_mu). Each head has the parameters alpha, beta and theta_mu. All
-    of them are initially 0. The paper trains only alpha and beta. To do the same, freeze theta_mu.
+    mu is exp(theta_mu) - exp(-theta_mu). Each head has the parameters alpha, beta and theta_mu, all
+    initially 0. The paper does not train theta_mu.
     """
 
     kind = "distance"

@@ -39,10 +39,11 @@ class FixedValue(metaclass=_Fixed):
         return made
 
     def fix(self) -> None:
-        """Forbid later changes of the attributes, and compute the key that `==` compares."""
+        """Forbid later changes of the attributes."""
         fields = vars(self)
         fields.pop("_key", None)
         fields.pop("_hash", None)
+        # The key that `==` compares.
         fields["_key"] = self.identity()
         fields["_hash"] = hash((type(self), fields["_key"]))
 

@@ -19,7 +19,7 @@ from megatron.positional.base import PositionalEmbedding
 class ForgetGate(PositionalEmbedding):
     """Forget gate f = sigmoid(w . x + b) for a token's hidden state x.
 
-    Each layer of the model has its own w and b and trains them. This class has no parameters.
+    Each layer of the model has its own w and b and trains them. They are not in this class.
     """
 
     kind = "gate"
@@ -30,7 +30,7 @@ class ForgetGate(PositionalEmbedding):
         c_i is the sum of log f over all positions up to i, where f is the forget gate.
 
         Args:
-            gate_BHT: The gates before the sigmoid, w . x + b, in any floating dtype.
+            gate_BHT: The gates before the sigmoid [batch, heads, positions], in any floating dtype.
         """
         wide = torch.promote_types(gate_BHT.dtype, torch.float32)
         # in fp64, because c is large in a long sequence, and its differences matter

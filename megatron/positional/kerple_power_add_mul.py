@@ -16,9 +16,9 @@ from megatron.positional.theta_parameter import factor, power
 
 
 class KerplePowerAddMul(PositionalEmbedding):
-    """KERPLE kernel with a bias -a d^p and a factor exp(-a' d^p') at the query-key distance d.
+    """KERPLE kernel with a bias -a d^p, and a factor exp(-a' d^p') of the query-key products.
 
-    Initially p, p' ~ 2 U(0, 1) and a, a' ~ U(0, 1).
+    d is the query-key distance. Initially p, p' ~ 2 U(0, 1) and a, a' ~ U(0, 1).
     The bounds are 0.01 <= p, p' <= 2 and a, a' >= 0.01.
     """
 

@@ -11,10 +11,7 @@ from megatron.positional.base import PositionalEmbedding
 
 
 class Learned(PositionalEmbedding):
-    """Learned position vectors, which are added to the token embeddings.
-
-    This class computes nothing. The model itself creates the table of vectors and adds them.
-    """
+    """Learned position vectors, which the model adds to the token embeddings."""
 
     kind = "input"
 

@@ -21,14 +21,13 @@ from megatron.positional.theta_parameter import ThetaParameter
 
 
 class LogN(PositionalEmbedding):
-    """Temperature s_h log(n): a factor for the scores of a query that sees n keys, in head h.
+    """Temperature s log(n), which multiplies the query-key products of a query that sees n keys.
 
-    s_h is learned. It is initially 1 / log(length). So the initial temperature of a query that sees
-    `length` keys is 1.
+    Each head has a learned s, which is initially 1 / log(length).
 
     Args:
         length: The number of keys (at least 2) at which the initial temperature is 1.
-        temper_bias: Whether the temperature also multiplies the biases of distance kernels.
+        temper_bias: Whether the temperature also multiplies biases.
     """
 
     kind = "temperature"

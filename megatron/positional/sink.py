@@ -14,9 +14,9 @@ from megatron.positional.theta_parameter import ThetaParameter
 
 
 class Sink(PositionalEmbedding):
-    """Attention sink: a null key with the value 0 in each softmax.
+    """Attention sink: an additional key with the value 0 in each softmax.
 
-    Each head has a learned logit of its null key. It is initially 0.
+    Each head has a learned logit for this key, which is initially 0.
     """
 
     kind = "sink"

@@ -104,13 +104,14 @@ class EventLog:
         tensors: Sequence[Tensor] = (),
         peer: int | None = None,
     ) -> None:
-        """Append an event of this thread. If `reply` is given, call it to fill received tensors.
+        """Append a collective, a send or a receive of this thread.
 
         Args:
-            group: The process group; None means the group of all ranks.
+            op: The name of the operation, as in torch's `ProcessGroup`.
+            group: The process group. None means the group of all ranks.
             what: The dtypes and shapes of the tensors, and the reduction.
             tensors: The tensors that are sent or received.
-            peer: The rank within `group` of the other rank or of the root (see `Event.peer`).
+            peer: The other rank, or the root of a collective, as its number within `group`.
         """
         if getattr(self.here, "paused", False):
             return

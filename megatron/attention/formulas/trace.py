@@ -40,13 +40,15 @@ PROBES = (0.0, 1.0, 3.0, 17.0, 250.0, 4099.0)
 
 @dataclass(frozen=True)
 class Formula:
-    """A bias and a factor as sympy expressions of the distance, the position and theta.
+    """The bias and the weight of a positional embedding, as sympy expressions.
+
+    A logit is weight * s + bias, where s is the scaled query-key product.
 
     Attributes:
-        bias: What is added to the scaled query-key product, after the factor. None means 0.
-        weight: The factor of the scaled query-key product. None means 1.
+        bias: The bias. None means 0.
+        weight: The weight. None means 1.
         distance: The symbol of the query-key distance.
-        theta: The symbols of the parameters, one for each column of theta.
+        theta: The symbols of the embedding's parameters.
         position: The symbol of the query's position.
     """
 
@@ -58,19 +60,16 @@ class Formula:
 
     @property
     def arguments(self) -> tuple[sympy.Symbol, ...]:
-        """The symbols in the formula: the distance d, the position i and the columns of theta."""
+        """The symbols in the formula: the distance, the query's position and the parameters."""
         return self.distance, self.position, *self.theta
 
 
 @lru_cache(maxsize=64)
 def read(pos: PositionalEmbedding) -> Formula:
-    """Return the embedding's bias and factor as symbolic expressions.
-
-    The factor includes the embedding's temperature, if there is one. If the embedding has neither a
-    bias, a factor nor a temperature, the returned formula has bias 0 and factor 1.
+    """Return the formula of a positional embedding as symbolic expressions.
 
     Raises:
-        Unreadable: The formula has no symbolic expression. Its values can still be tabulated.
+        Unreadable: There is no such expression, for example because the embedding uses a table.
     """
     import sympy
 
@@ -84,16 +83,15 @@ def read(pos: PositionalEmbedding) -> Formula:
     # Not in the caller's modes: the default device of a plan is meta, which has no values.
     with torch.inference_mode(False), torch.enable_grad(), torch.device("cpu"):
         bias, weight = (reader.expression(part) for part in parts_of(pos))
+        # The factor includes the embedding's temperature, if there is one.
         formula = Formula(bias, weight, distance, theta, position)
         confirm(pos, formula)
     return formula
 
 
 def parts_of(pos: PositionalEmbedding) -> tuple[Callable[..., Tensor | None], ...]:
-    """Return two functions, which compute the bias and the factor of the embedding.
-
-    Both take theta, the distances d and the positions i. Both may return None.
-    """
+    """Return two torch functions, which compute the embedding's bias and weight."""
+    # Both take theta, the distances and the positions. Both may return None.
     return pos.bias_at, pos.weight_at
 
 
@@ -105,15 +103,14 @@ def assumed(low: float) -> dict[str, bool]:
 
 
 def confirm(pos: PositionalEmbedding, formula: Formula) -> None:
-    """Check that `formula` computes the same as the embedding `pos` from which it was read.
-
-    The check uses other inputs than those with which the formula was read.
+    """Check that symbolic expressions compute the same as the embedding itself.
 
     Raises:
-        Unreadable: The formula and the embedding differ, or the formula cannot be evaluated.
+        Unreadable: The results differ, or the expressions cannot be computed.
     """
     import sympy
 
+    # Other inputs than those with which the formula was read.
     bias, weight = (x or default for x, default in ((formula.bias, 0), (formula.weight, 1)))
     shown = " and ".join(str(x) for x in (formula.bias, formula.weight) if x is not None)
     samples, s = Confirmation(pos), sympy.Symbol("s")
@@ -132,13 +129,10 @@ def confirm(pos: PositionalEmbedding, formula: Formula) -> None:
 
 
 def confirms_code(pos: PositionalEmbedding, functions: DeviceFunctions) -> bool:
-    """Return whether the generated device functions compute the same as the embedding `pos`.
-
-    The result is true without a check if the functions have no theta or have a layer of hidden
-    units.
-    """
+    """Return whether generated Triton functions compute the same as the embedding itself."""
     from megatron.kernels.simulate import simulate
 
+    # Not checked.
     if functions.layer is not None or not functions.num_theta:
         return True
     with torch.inference_mode(False), torch.enable_grad(), torch.device("cpu"):
@@ -148,9 +142,11 @@ def confirms_code(pos: PositionalEmbedding, functions: DeviceFunctions) -> bool:
 
 @lru_cache(maxsize=128)  # `torch.compile` would compile every new function object again
 def torch_function(expression: sympy.Expr, arguments: tuple[sympy.Symbol, ...]) -> Callable:
-    """Return a torch function of `arguments` that evaluates a sympy expression.
+    """Return a torch function that computes a sympy expression.
 
-    The arguments of the returned function are tensors that broadcast together.
+    Args:
+        expression: The sympy expression.
+        arguments: The symbols that become the function's arguments, which are tensors.
     """
     names = [symbol.name for symbol in arguments]
     scope = {"torch": torch, "inf": math.inf, "larger": larger}
@@ -165,7 +161,7 @@ def larger(x: Any, y: Any, t: float) -> Tensor:
 
 
 def torch_text(expression: Any) -> str:
-    """Return Python code that evaluates a sympy expression by calls of torch."""
+    """Return Python code that computes a sympy expression by calls of torch."""
     if expression.is_number:
         return f"({float(expression)!r})"
     if expression.is_Symbol:

@@ -23,23 +23,20 @@ limit reduces the number R of rows."""
 
 @dataclass(frozen=True)
 class QueryTile:
-    """A tile of the scores: some query rows, and all keys from the first to the last that they see.
+    """Some queries of some heads, and the keys that they see.
 
-    A tile covers either some heads of one sequence, or all heads of several sequences.
+    A tile has all heads of several sequences, or some heads of one sequence.
 
     Attributes:
-        index: The number of the tile in the order of `walk`. It determines the tile's dropout mask.
-        start: The offset of the tile in a buffer of the scores of all tiles.
+        index: The number of the tile, counted from 0.
+        start: The number of scores in all earlier tiles.
         batch: The number of sequences in the tile.
-        heads: The tile's heads, as a slice of all heads.
-        items: The tile's pairs (sequence, head), as a slice of the flattened dimension batch *
-            heads.
-        rows: The query rows, as a slice of all queries in reversed order. Index 0 is the last
-            query.
-        first: The index of the tile's first key. No row sees an earlier key.
-        keys: The number of keys, counted from `first`. The last of these keys is at the position of
-            the tile's latest query.
-        mixed: Whether the rows belong to several documents, so that scores need a mask.
+        heads: The tile's heads.
+        items: The tile's pairs of sequence and head, as a slice of all pairs.
+        rows: The tile's queries, counted from the last query of a sequence to its first.
+        first: The tile's first key.
+        keys: The number of keys, up to the position of the latest query.
+        mixed: Whether the queries belong to several documents, so that scores need a mask.
     """
 
     index: int
@@ -67,7 +64,7 @@ class QueryTile:
 
     @property
     def shape(self) -> tuple[int, int, int, int]:
-        """The shape [batch, heads, rows, keys] of the tile's scores."""
+        """The shape [batch, heads, queries, keys] of the tile's scores."""
         return self.batch, self.num_heads, self.num_rows, self.keys
 
     @property
@@ -77,10 +74,7 @@ class QueryTile:
 
 
 def block_rows(queries: int, keys: int) -> int:
-    """Return the number of query rows in a tile, usually 32 to 128.
-
-    There are fewer rows if there are fewer queries or very many keys.
-    """
+    """Return the number of queries in a tile, usually 32 to 128."""
     # two tiles or more, so that early queries skip the keys that only later queries see
     rows = min(max(MIN_ROWS, -(-queries // 2)), MAX_ROWS)
     return max(1, min(rows, queries, MAX_ROW_ELEMENTS // keys))
@@ -99,9 +93,12 @@ def walk(
     The last query must be at the position of the last key.
 
     Args:
-        starts: One list for each sequence. It contains the first key of each query's document, in
-            the order from the last query to the first. None means that each sequence is one
-            document.
+        batch: The number of sequences.
+        heads: The number of heads.
+        queries: The number of queries in a sequence.
+        keys: The number of keys in a sequence.
+        starts: For each sequence, the first key of each query's document, from the last query to
+            the first. None means that each sequence is one document.
         window: The largest distance at which a query sees a key. None means any distance.
     """
     rows = block_rows(queries, keys)
@@ -129,16 +126,8 @@ def walk(
 def _strips(
     rows: int, keys: int, starts: list[int], window: int
 ) -> list[tuple[slice, int, int, bool]]:
-    """Divide the query rows of one head into tiles.
-
-    Return a tuple (rows, first, keys, mixed) for each tile; see the attributes of `QueryTile`.
-
-    Args:
-        rows: The largest number of query rows in a tile.
-        keys: The number of keys in the sequence.
-        starts: The first key of each query's document, from the last query to the first.
-        window: The largest distance at which a query sees a key.
-    """
+    """Divide the queries of one head into tiles."""
+    # The attributes `rows`, `first`, `keys` and `mixed` of `QueryTile`, for each tile.
     strips, r = [], 0
     while r < len(starts):
         end = min(r + rows, len(starts))
