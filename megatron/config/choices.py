@@ -144,13 +144,11 @@ Init = Annotated[
 Side = Annotated[str, _choice("row column")]
 QKNormKind = Annotated[str, _choice("by_head shared joined")]
 
+TOKENIZERS = "GPT2BPETokenizer HFTokenizer SPMTokenizer CharLevelTokenizer ByteLevelTokenizer"
+"""The tokenizers of text, as one text."""
+TOKENIZERS_NOT_BUILT = ("HFGPT2Tokenizer", "TiktokenTokenizer")
 Tokenizer = Annotated[
-    str,
-    _choice(
-        "GPT2BPETokenizer HFTokenizer SPMTokenizer CharLevelTokenizer ByteLevelTokenizer "
-        "TaskTokenizer",
-        refused=_not_built("HFGPT2Tokenizer", "TiktokenTokenizer"),
-    ),
+    str, _choice(f"{TOKENIZERS} TaskTokenizer", refused=_not_built(*TOKENIZERS_NOT_BUILT))
 ]
 
 _OTHERS = ("onebitadam", "cpu_adam", "cpu_torch_adam", "sm3", "madgrad_wd", "lion", "lamb")

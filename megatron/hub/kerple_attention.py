@@ -20,7 +20,6 @@ from transformers.modeling_utils import AttentionInterface
 
 from megatron.attention import choose
 from megatron.hub.backbone import positional_of
-from megatron.hub.padded_call import PaddedCall
 from megatron.positional import PositionalEmbedding
 
 _KNOWN: dict[Any, PositionalEmbedding] = {}
@@ -34,7 +33,7 @@ def kerple_attention(
     attention_mask: Tensor | None,
     *,
     scaling: float,
-    call: PaddedCall | None = None,
+    call: Any = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
     """Return the attention output [batch, queries, heads, head size], and None for probabilities.
@@ -42,7 +41,7 @@ def kerple_attention(
     Args:
         attention_mask: Unused, because `call` has the padding and the documents.
         scaling: The factor of the query-key products.
-        call: The further inputs of the call. Only an exported model gives them.
+        call: The `PaddedCall` that an exported model gives.
 
     Raises:
         ValueError: The model is no export, or the backend cannot separate its documents.

@@ -9,17 +9,12 @@ from megatron.config.choices import terms_of
 from megatron.config.per_layer import problem_of
 from megatron.config.rules.relation import Found, relation
 
+for _key in ("pos_emb", "sliding_window_width"):
 
-@relation("pos_emb", "num_layers")
-def _pos_emb_per_layer(pos_emb: Any, num_layers: int) -> Found | None:
-    if problem := problem_of(pos_emb, num_layers):
-        return "pos_emb", problem
-
-
-@relation("sliding_window_width", "num_layers")
-def _width_per_layer(width: Any, num_layers: int) -> Found | None:
-    if problem := problem_of(width, num_layers):
-        return "sliding_window_width", problem
+    @relation(_key, "num_layers")
+    def _per_layer(value: Any, num_layers: int, key: str = _key) -> Found | None:
+        if problem := problem_of(value, num_layers):
+            return key, problem
 
 
 @relation("reset_position_ids", "reset_attention_mask")

@@ -12,14 +12,15 @@ import hashlib
 import io
 import lzma
 import os
+import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import IO, Any, cast
 
-try:
-    from compression import zstd  # of Python 3.14
-except ImportError:
+if sys.version_info >= (3, 14):
+    from compression import zstd
+else:
     from backports import zstd
 
 COMPRESSIONS = (".gz", ".zst", ".xz", ".bz2")

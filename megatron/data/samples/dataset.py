@@ -48,7 +48,6 @@ class TokenDataset(Samples):
     Raises:
         ShardError: The split has no documents or no tokens, or the tokens in the shards are not
             integers.
-        ValueError: The shards do not contain all of `documents`.
     """
 
     remedy = "raise train_iters (or extend_to), or give more data"
@@ -68,8 +67,6 @@ class TokenDataset(Samples):
         self.where = shards.prefix
         self.num_samples, self.seq_length, self.seed = num_samples, seq_length, seed
         start, end = documents
-        if not 0 <= start <= end <= len(shards):
-            raise ValueError(f"documents {documents} of {len(shards)}")
         if shards.dtype.kind not in "iu":
             raise ShardError(f"{shards.prefix}.idx: holds {shards.dtype.name} numbers, not tokens")
         if start == end:
