@@ -35,13 +35,13 @@ from megatron.run_folder import RunFolder, is_checkpoint
 def choose_start(
     config: Config, groups: Groups, train_samples: int, *, allow_fallback: bool = False
 ) -> Start:
-    """Examine the config's folders `load` and `save`, and decide where the job starts.
+    """Decide where the job starts, from the checkpoints in the config's folders `load` and `save`.
 
     Every rank must call this function.
 
     Args:
-        train_samples: The number of samples for which this run's training index is built. The index
-            determines the order of the training samples.
+        train_samples: The number of training samples that this run has planned. It determines the
+            order of the samples.
         allow_fallback: Whether to skip damaged checkpoints, and start from the newest intact one.
 
     Raises:
@@ -74,18 +74,19 @@ def choose_start(
 def usable(folder: Path, groups: Groups, *, allow_fallback: bool) -> tuple[Saved | None, str]:
     """Return the checkpoint to start from, and a text that names damaged files.
 
-    The file `folder/latest` names the checkpoint. If `folder` is itself a checkpoint, return that
-    checkpoint. The result is (None, "") if `folder` has no checkpoint. The text is "" if no damage
-    was found. Every rank must call this function.
+    Every rank must call this function. The checkpoint is None if `folder` has none. The text is ""
+    if no damage was found.
 
     Args:
-        allow_fallback: Whether to skip a damaged checkpoint. If so, return the newest intact
-            checkpoint of an earlier step or, if there is none, of a later step.
+        folder: A run folder, or the folder of one checkpoint.
+        allow_fallback: Whether to return the newest intact checkpoint if the newest one is damaged.
 
     Raises:
         CheckpointError: The checkpoint is damaged or, with `allow_fallback`, `folder` has no intact
             checkpoint. The error message names the damaged files.
     """
+    # `folder/latest` names the newest checkpoint. With `allow_fallback`, checkpoints of earlier
+    # steps come before those of later steps.
 
     def look() -> tuple[list[Saved], Saved | None, str]:
         if is_checkpoint(folder):
@@ -125,6 +126,7 @@ def _decide(
 
     Args:
         usable: A function from a folder to its newest usable checkpoint, or None.
+        train_samples: The number of training samples that this run has planned.
     """
     c, trains = config.checkpoint, config.training.train_iters > 0
     save, load = (Path(name) if name else None for name in (c.save, c.load))
@@ -161,7 +163,7 @@ def _decide(
 
 
 def _other_batch(config: Config, saved: Saved) -> str:
-    """Return a warning if `train_batch_size` differs from the checkpoint's value, otherwise ""."""
+    """Return a warning if `train_batch_size` differs from that of the checkpoint, otherwise ""."""
     here = config.batch.train_batch_size
     there = saved.record.config.get("train_batch_size", here)
     if there == here:
@@ -173,10 +175,7 @@ def _other_batch(config: Config, saved: Saved) -> str:
 
 
 def _other_loss(config: Config, saved: Saved) -> str:
-    """Return a warning if the loss was averaged in another way before `saved` was written.
-
-    Otherwise return "".
-    """
+    """Return a warning if the checkpoint's run averaged the loss in another way, otherwise ""."""
     # Older versions of this project gave every micro-batch the same weight, and had no such key.
     if not counts_targets(config) or "calculate_per_token_loss" in saved.record.config:
         return ""
@@ -187,7 +186,7 @@ def _other_loss(config: Config, saved: Saved) -> str:
 
 
 def _from_weights(config: Config, saved: Saved, train_samples: int) -> Start:
-    """Return a `Start` that begins at the checkpoint's step and loads only the weights."""
+    """Return a start at the checkpoint's step with its weights, but without its optimizer state."""
     step, schedule = saved.counters
     text = f"evaluating {saved.path}, trained for {step} steps"
     if config.training.train_iters > 0:

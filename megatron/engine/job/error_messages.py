@@ -23,14 +23,15 @@ USER_ERRORS = (UserError, AttentionError, PositionalError, OSError)
 
 @contextmanager
 def user_errors() -> Iterator[None]:
-    """If the `with` block raises one of `USER_ERRORS`, print the error and exit with code 1.
+    """Print a user's error of the `with` block, and exit with code 1.
 
-    Running out of memory has the same effect. Other errors are raised again. In a job of several
-    processes, any error in the block ends all processes (see `failure`).
+    A user's error is an exception in `USER_ERRORS`, or too little memory. Other errors are raised
+    again. An error in the block ends all processes of the job.
 
     Raises:
-        SystemExit: The block has raised one of `USER_ERRORS`, or has run out of memory.
+        SystemExit: The block has raised a user's error.
     """
+    # See `failure` for the end of the other processes.
     try:
         yield
     except (Exception, KeyboardInterrupt) as error:
