@@ -45,11 +45,10 @@ class Compilations:
         self._newest: Any = None
 
     def metrics(self) -> dict[str, int]:
-        """Return the numbers of all graphs, of graphs made after the first step, and of skips.
-
-        A skip is a forward or backward pass that torch could not record in a CUDA graph. The result
-        is empty if the model is not compiled.
-        """
+        """Return how many graphs `torch.compile` made, and how often CUDA graphs failed."""
+        # The counts are of all graphs, of graphs made after the first step, and of skips. A skip is
+        # a forward or backward pass that torch could not record in a CUDA graph. The result is
+        # empty if the model is not compiled.
         if not self._asked:
             return {}
         from torch._dynamo.utils import counters
@@ -62,10 +61,8 @@ class Compilations:
         }
 
     def news(self) -> str:
-        """Return why another graph was made since the last call, or "" if no graph was made.
-
-        Call this method after each step. The graphs of the first step are not reported.
-        """
+        """Return why `torch.compile` made another graph since the last call, or ""."""
+        # To be called after each step. The graphs of the first step are not reported.
         if not self._asked:
             return ""
         from torch._dynamo.utils import get_compilation_metrics

@@ -36,7 +36,7 @@ MOST_DOCUMENTS = 10**6
 
 @dataclass(frozen=True)
 class Speed:
-    """The numbers with which tokens per second are converted into TFLOP/s and MFU.
+    """What is needed to convert tokens per second into TFLOP/s and MFU.
 
     Attributes:
         flops_per_token: The floating-point operations of one token, forward and backward.
@@ -60,7 +60,7 @@ Corpora = Sequence[tuple[np.ndarray, float]]
 
 
 def speed_of(config: Config, shape: GPTShape, groups: Groups, corpora: Corpora) -> Speed:
-    """Return the operations per token of a run, and the number and peak rate of its devices."""
+    """Return what is needed to convert a run's tokens per second into TFLOP/s and MFU."""
     return Speed(
         flops_per_token=flops_per_token(shape, keys_per_query(config, corpora)),
         devices=groups.world_size,
@@ -73,10 +73,10 @@ def keys_per_query(config: Config, corpora: Corpora = ()) -> float:
     """Return the mean number of keys that a query sees, over all queries and layers.
 
     Args:
-        corpora: The document lengths and the weight of each training corpus. Without
-            `reset_attention_mask` in the config, or without a corpus, each sequence counts as one
-            document.
+        corpora: The document lengths and the weight of each training corpus.
     """
+    # Without `reset_attention_mask` in the config, or without a corpus, each sequence counts as one
+    # document.
     m = config.model
     texts = [(lengths[:MOST_DOCUMENTS], weight) for lengths, weight in corpora]
     texts = [each for each in texts if m.reset_attention_mask and each[0].any()]
@@ -129,10 +129,8 @@ def known_peak(device: torch.device, precision: str) -> float | None:
 
 
 def _peak_memory(device: torch.device) -> float:
-    """Return the peak memory of this process in GB.
-
-    On a GPU, this is the memory of the tensors there. Otherwise, it is all memory of the process.
-    """
+    """Return the peak memory of this process in GB."""
+    # On a GPU, this is the memory of the tensors there. Otherwise, it is all memory of the process.
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / 1e9
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e9
