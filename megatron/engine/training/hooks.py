@@ -28,7 +28,7 @@ class Step:
         loss: This rank's loss, a 0-d tensor. The loss of the step is the mean of this loss over the
             data-parallel ranks.
         norm: The L2 norm of the gradient before clipping; None if it is not known.
-        consumed_samples: The number of samples that the run has used, this step included.
+        consumed_samples: The number of samples that the run has read, this step included.
         batch_size: The number of samples in a step, of all ranks.
         last: Whether this is the last step of the run.
         leaves: Whether the job ends early, after this step. A hook may set this.
