@@ -19,10 +19,8 @@ They are those of LLaMA 65B and LLaMA 7B; GPT-NeoX-20B has 0.97e-4, Pythia 1.2e-
 
 
 def doubts(config: Config) -> list[str]:
-    """Return a warning if the learning rate is unusually high for a model of this size.
-
-    Otherwise return an empty list.
-    """
+    """Return a warning if the learning rate is unusually high for a model of this size."""
+    # The list is empty otherwise.
     size, rate = config.model.block_parameters, config.optimizer.lr
     most = next((most for least, most in HIGHEST_RATES if size >= least), float("inf"))
     if (
@@ -91,10 +89,8 @@ def _derived(config: Config) -> list[str]:
 
 
 def _inner_width(m: ModelConfig) -> str:
-    """Return a text that says how the inner width of the MLP is computed.
-
-    For example, "intermediate_size 768, rounded up to a multiple of 64".
-    """
+    """Return a text that says how the inner width of the MLP is computed."""
+    # For example, "intermediate_size 768, rounded up to a multiple of 64".
     text = f"intermediate_size {m.intermediate_size}"
     text += " x 2/3 / 2" if m.activation in GATED else ""
     many = m.mlp_multiple_of
