@@ -36,7 +36,7 @@ from megatron.run_folder import RunFolder
 
 @dataclass(frozen=True)
 class Accuracy:
-    """The accuracy at one length. It is one row of `accuracy.csv`, with a column for each field."""
+    """The accuracy at one length. Each field is a column of `accuracy.csv`."""
 
     length: int
     times_train: float  # the length, divided by the longest length in training
@@ -64,7 +64,8 @@ def accuracy_at(
     Every rank must call this function.
 
     Args:
-        logits_of: A function from tokens [B, T] to logits [B, T, vocabulary].
+        logits_of: A function from tokens [B, T] to logits [B, T, vocabulary], where B is the batch
+            size and T the length.
         batch_tokens: The approximate number of tokens in a forward pass.
     """
 
@@ -94,10 +95,9 @@ def accuracy_at(
 def evaluate_task(
     model: MeasuredModel, task: Task, run_dir: Path, say: Callable[[str], None]
 ) -> list[Accuracy]:
-    """Measure a model at each of `eval_lengths`, print a table, and write a CSV and a plot.
+    """Measure a model at several lengths, print a table, and write a CSV and a plot.
 
-    Every rank must call this function. In a pipelined job, the function only prints a hint to use
-    `evaluate.py`, and returns [].
+    Every rank must call this function.
 
     Args:
         run_dir: The folder into which the CSV and the plot are written.
@@ -106,6 +106,8 @@ def evaluate_task(
     Raises:
         TaskError: The task's options do not allow one of the lengths.
     """
+    # The lengths are `eval_lengths`. In a pipelined job, the function only prints a hint to use
+    # `evaluate.py`, and returns [].
     if isinstance(model.loss_fn, PipelineLosses):
         say("a pipeline gives no logits: measure the accuracy by evaluate.py, with the same config")
         return []
@@ -123,11 +125,12 @@ def evaluate_task(
 
 
 def write_accuracy(rows: Sequence[Accuracy], task: Task, run_dir: Path, title: str) -> str:
-    """Write `accuracy.csv` and a plot of it into `run_dir`. Return the table as text.
+    """Write the accuracies and a plot into `run_dir`. Return the table as text.
 
     Args:
         title: The title of the plot and of the text.
     """
+    # The table's file is `accuracy.csv`.
     import pandas as pd
     from matplotlib.figure import Figure
 

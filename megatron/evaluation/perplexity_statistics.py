@@ -28,10 +28,9 @@ TokenBytes = Callable[[np.ndarray], np.ndarray]
 
 @dataclass(frozen=True)
 class LengthResult:
-    """The result for one sequence length: a row of `extrapolation.csv`.
+    """The result for one sequence length. Each field is a column of `extrapolation.csv`."""
 
-    The fields, in this order, are the columns of the file.
-    """
+    # The columns are in this order.
 
     length: int  # the target tokens in a sequence
     sequences: int
@@ -56,11 +55,10 @@ class LengthResult:
 def measured_with(config: Config, step: int) -> dict[str, Any]:
     """Return facts about a measurement, as a dict from column name in a CSV file to value.
 
-    The facts are the distance scale, the split, `step`, and a fingerprint of the code.
-
     Args:
         step: The number of optimizer steps that the model was trained for.
     """
+    # The facts are the distance scale, the split, `step`, and a fingerprint of the code.
     scale, split = config.evaluation.eval_distance_scale, config.evaluation.eval_split
     return {"distance_scale": scale, "split": split, "step": step, "code": fingerprint()}
 

@@ -40,22 +40,23 @@ def run_suite(
     out: Path | None = None,
     judge: tuple[Config, Path] | None = None,
 ) -> Report:
-    """Measure the newest checkpoint of `load` at `eval_lengths`; write the report into `out`.
+    """Run all measures on the newest checkpoint in `load`, and write the report.
 
-    Documents shorter than the largest of `eval_lengths` are not read.
-
-    Call this function in a single process, or in every process of a torchrun job.
+    Every process of the job must call this function.
 
     Args:
+        config: The configuration, with the lengths in `eval_lengths`.
+        load: The run folder.
         out: The folder for the report; None means `load/suite`.
-        judge: Config and run folder of the model that chooses the key tokens. With None, the
-            measured model chooses them itself.
+        judge: Config and run folder of another model, which chooses the key tokens. None means the
+            measured model.
 
     Raises:
         CheckpointError: A checkpoint is missing or does not fit its config, or the judge has
             another tokenizer.
         DataError: Fewer than two documents are long enough.
     """
+    # Documents shorter than the largest of `eval_lengths` are not read.
     with job_or_alone(config) as groups:
         say: Callable[[str], None] = print if groups.is_main else lambda text: None
         run = open_run(load, config, groups)
@@ -118,9 +119,9 @@ def measure_all(
     """Return the results of all measures. Every rank must call this function.
 
     Args:
-        judge: The model that chooses the key tokens. It chooses those tokens that it predicts
-            better with long context. None means the measured model.
+        judge: The model that chooses the key tokens. None means the measured model.
     """
+    # The judge chooses those tokens that it predicts better with long context.
 
     def passes(of: Subject) -> tuple[np.ndarray, np.ndarray]:
         full_nT = of.losses(sample.sequences_nT)
