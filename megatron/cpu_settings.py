@@ -21,11 +21,12 @@ _chosen: list[str] = []
 
 
 def choose_waiting() -> None:
-    """Choose how long threads spin, by the machine's load, unless the environment says it.
+    """Choose how long waiting threads spin, by the machine's load.
 
-    This must run before torch is imported, because its OpenMP library (GCC's) reads the variables
-    then.
+    This must run before torch is imported.
     """
+    # If the environment sets the variables, nothing changes. The OpenMP library (GCC's) reads them
+    # when torch is imported.
     if VARIABLES & set(os.environ):
         return
     spin, why = spin_count(running_threads(), os.cpu_count() or 1)
@@ -42,20 +43,16 @@ def described_waiting() -> str:
 
 
 def waiting_of_children(count: int) -> dict[str, str]:
-    """Return the environment variables for `count` training processes that run at one time.
-
-    Several processes must not spin for long, because they share the machine.
-    """
+    """Return the environment variables for `count` training processes that run at one time."""
+    # Several processes must not spin for long, because they share the machine.
     return {"GOMP_SPINCOUNT": str(SHORT_SPIN)} if _chosen and count > 1 else {}
 
 
 def keep_memory() -> None:
-    """Let the process keep freed memory, instead of returning it to the system.
-
-    The next training step then reuses this memory, without a page fault for every 4 kB. The peak
-    memory stays the same. The function sets two thresholds of glibc's `malloc` to their largest
-    values. It does nothing with other C libraries.
-    """
+    """Let the process keep freed memory, instead of returning it to the system."""
+    # The next training step then reuses this memory, without a page fault for every 4 kB. The peak
+    # memory stays the same. The function sets two thresholds of glibc's `malloc` to their largest
+    # values. It does nothing with other C libraries.
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:
         trim_threshold, mmap_threshold = -1, -3  # of malloc.h
@@ -64,10 +61,11 @@ def keep_memory() -> None:
 
 
 def spin_count(running: int | None, processors: int) -> tuple[int, str]:
-    """Return the number of spins and the reason.
+    """Return how often a waiting thread spins, and the reason.
 
     Args:
         running: The number of other threads that run on this machine, or None if it is unknown.
+        processors: The number of processors.
     """
     if running is None:  # so `sched_getaffinity` may be missing, too
         return SHORT_SPIN, "the load of this machine is unknown"

@@ -39,16 +39,15 @@ FOLDERS = ("configs", "kerple_configs")
 
 
 def model_files(root: Path) -> list[Path]:
-    """Return the YAML files in the checkout `root` that describe a model to train.
-
-    Such a file sets `num_layers` and `hidden_size`, and its `train_iters` is not 0.
-    """
+    """Return the YAML files in the checkout `root` that describe a model to train."""
+    # Such a file sets `num_layers` and `hidden_size`, and its `train_iters` is not 0.
     found = [path for folder in FOLDERS for path in sorted((root / folder).rglob("*.yml"))]
     return [path for path in found if _is_model(_keys(path))]
 
 
 def combination(path: Path, root: Path) -> list[Path]:
-    """Return the model file `path` and the files to load together with it, in loading order."""
+    """Return the files to load together with the model file `path`, in loading order."""
+    # `path` is one of them.
     folder, keys = root / path.relative_to(root).parts[0], _keys(path)
     files, train, setup = [path], folder / "llama" / "train_config.yml", folder / "local_setup.yml"
     if "optimizer" not in keys:
@@ -62,8 +61,7 @@ def check(path: Path, root: Path) -> tuple[Config | None, list[str]]:
     """Load the model file `path` of the checkout `root`.
 
     Returns:
-        (config, texts). If the file is accepted, the texts are the overrides that were needed to
-        load it. If the file is refused, the config is None and the texts are the errors.
+        (config, overrides that were needed to load it), or (None, errors) if the file is refused.
     """
     files, keys = combination(path, root), _keys(path)
     degrees = (keys.get(f"{kind}_parallel_size", 1) for kind in ("pipe", "model"))
@@ -83,11 +81,9 @@ def check(path: Path, root: Path) -> tuple[Config | None, list[str]]:
 
 
 def shape_of(model: ModelConfig) -> dict:
-    """Return the config keys in which a small copy of `model` differs from the defaults, as a dict.
-
-    The copy has the sizes in `SMALL`, and its other sizes are scaled down, too. The keys in `SIZES`
-    are left out.
-    """
+    """Return the config keys of a small copy of `model` that differ from the defaults."""
+    # The copy has the sizes in `SMALL`, and its other sizes are scaled down, too. The keys in
+    # `SIZES` are left out.
     width, heads, length = (small / getattr(model, key) for key, small in SMALL.items())
     values = model.model_dump() | {
         "intermediate_size": round(model.intermediate_size * width),

@@ -39,10 +39,8 @@ def python(case: Case) -> Iterator[Finding]:
 
 
 def packages(case: Case) -> Iterator[Finding]:
-    """Import torch and DeepSpeed, and check that their versions are in the tested range.
-
-    The range begins at the lower bound in pyproject.toml and ends at the pin in requirements.txt.
-    """
+    """Import torch and DeepSpeed, and check that their versions are in the tested range."""
+    # The range begins at the lower bound in pyproject.toml and ends at the pin in requirements.txt.
     pins = dict(re.findall(r"^(\w+)==(\S+)$", (ROOT / "requirements.txt").read_text(), re.M))
     oldest = dict(re.findall(r'"(\w+)>=([\d.]+),', (ROOT / "pyproject.toml").read_text()))
     for name in ("torch", "deepspeed"):
@@ -161,10 +159,8 @@ def apex(case: Case) -> Iterator[Finding]:
 
 
 def choices(case: Case) -> Iterator[Finding]:
-    """Report the attention backend and the optimizer that a run of the config would choose.
-
-    Without a config, report only the attention backend that `kerple_log` would get.
-    """
+    """Report the attention backend and the optimizer that a run of the config would choose."""
+    # Without a config, only the attention backend that `kerple_log` would get is reported.
     import torch
 
     device = "cuda" if case.gpu else "cpu"
