@@ -109,7 +109,7 @@ def reports(*known: "type[Exception]") -> "Callable[[Callable[..., int]], Callab
     The decorated `main` prints `error: MESSAGE` and returns exit code 1.
 
     Args:
-        known: The expected errors, besides OSError and UserError.
+        known: The expected errors, apart from OSError and UserError.
     """
     # A BrokenPipeError is raised again, because `run` handles it.
 

@@ -67,7 +67,7 @@ def open_text(config: Config, tokenizer: Tokenizer) -> Text | Task:
 
     Raises:
         DataError: The shards cannot be read, were made with another tokenizer, or cannot be divided
-            into train, valid and test as the config demands.
+            into the splits.
     """
     # If the config sets `data_path`, the corpus there is divided by `split` into train, valid and
     # test. Otherwise `train_data_paths`, `valid_data_paths` and `test_data_paths` name the corpora

@@ -64,8 +64,7 @@ def accuracy_at(
     Every rank must call this function.
 
     Args:
-        logits_of: A function from tokens [B, T] to logits [B, T, vocabulary], where B is the batch
-            size and T the length.
+        logits_of: A function from tokens [batch, length] to logits [batch, length, vocabulary].
         batch_tokens: The approximate number of tokens in a forward pass.
     """
 

@@ -70,7 +70,7 @@ class Step:
             The bytes are the peak since the previous pair, without weights and gradients.
         left: The bytes of activations that still exist during the optimizer's step.
         sent: Maps the name of a process group, such as `tensor`, to the bytes that this rank sends
-            in the group per micro-batch.
+            in it per micro-batch.
     """
 
     # Muon would train `matrices`. If the step has several backward passes, `kept` is the largest of

@@ -140,8 +140,8 @@ class Encoder:
         """Return the texts of a JSON record, one for each key, and its meta data.
 
         Raises:
-            CorpusError: The record is not a JSON object with a text for each key, or its data set
-                in the Pile is missing.
+            CorpusError: The record is not a JSON object with a text for each key, or does not name
+                its data set.
         """
         # The list of texts is empty if `pile_sets` does not select the record. If `pile_sets` is
         # given, the record must have a `meta.pile_set_name`.

@@ -31,8 +31,8 @@ def read_parquet(
         place: The position in the file, with the limits that the file must not exceed.
 
     Raises:
-        Fault: The file is damaged or exceeds the limits, or a column in `keys` is missing or is not
-            a text column.
+        Fault: The file is damaged or exceeds the limits, or a column in `keys` is missing or holds
+            no text.
         CorpusError: `pyarrow` is not installed.
     """
     # The record contains the columns `keys`, and the column `meta` if the file has one.

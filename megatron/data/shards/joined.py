@@ -28,8 +28,8 @@ def find_prefixes(data_path: DataPath) -> list[str]:
         data_path: Paths or glob patterns. The matches of a pattern are sorted.
 
     Raises:
-        ShardError: A pattern has no match, a pattern matches some but not all parts of a corpus, a
-            path is named twice, or `data_path` is empty.
+        ShardError: A path or match is missing, a path is named twice, or a pattern matches only
+            some parts of a corpus.
     """
     # The parts of a corpus are the partitions of a preparation run.
     given = [data_path] if isinstance(data_path, str | os.PathLike) else data_path

@@ -45,8 +45,8 @@ def choose_start(
         allow_fallback: Whether to skip damaged checkpoints, and start from the newest intact one.
 
     Raises:
-        CheckpointError: A checkpoint is damaged, there is no checkpoint to evaluate, or this run
-            would overwrite the checkpoints of another run in `save`.
+        CheckpointError: A checkpoint is damaged, or there is none to evaluate. Or `save` holds
+            checkpoints of another run.
     """
     save = config.checkpoint.save
     if save and config.training.train_iters > 0:

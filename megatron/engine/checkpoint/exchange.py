@@ -75,8 +75,8 @@ def export_checkpoint(source: Path, target: Path, *, parts: int | None = None) -
         The new folder, `target/global_stepN`.
 
     Raises:
-        CheckpointError: `source` has no checkpoint, `target` already has the new folder, or
-            the model is supported neither by the released KERPLE code nor by gpt-neox since 2024.
+        CheckpointError: `source` has no checkpoint, `target` already has the new folder, or no
+            version of GPT-NeoX supports the model.
     """
     saved = require_newest(source)
     weights, (buffers, shards) = saved.weights(), saved.imported_tensors()

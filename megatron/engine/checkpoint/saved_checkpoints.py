@@ -193,8 +193,8 @@ def newest(folder: Path) -> Saved | None:
     """Return the checkpoint that `folder/latest` names; None if `folder` has no checkpoints.
 
     Raises:
-        CheckpointError: `latest` is missing although `folder` has checkpoints, the checkpoint that
-            `latest` names does not exist, or `folder` is itself a checkpoint.
+        CheckpointError: `latest` is missing or names a missing checkpoint, or `folder` is itself a
+            checkpoint.
     """
     tag, problem = RunFolder(folder).newest_tag()
     if problem:
@@ -206,8 +206,8 @@ def require_newest(folder: Path) -> Saved:
     """Return the checkpoint that `folder/latest` names.
 
     Raises:
-        CheckpointError: `folder` has no checkpoints or is itself a checkpoint, or `latest` is
-            missing or names a checkpoint that does not exist.
+        CheckpointError: `folder` has no checkpoints or is itself a checkpoint, or `latest` names no
+            checkpoint.
     """
     saved = newest(folder)
     if saved is None:

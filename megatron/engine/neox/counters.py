@@ -29,8 +29,8 @@ def load_mapping(path: Path) -> dict[str, Any]:
     """Read a dictionary with string keys from a file that `torch.save` wrote.
 
     Raises:
-        CheckpointError: The file cannot be read, contains more than tensors and plain values, or
-            does not contain a dictionary with string keys.
+        CheckpointError: The file cannot be read, or is not a dictionary of tensors and plain values
+            with string keys.
     """
     loaded = safe_load(path)
     if not isinstance(loaded, dict) or any(not isinstance(name, str) for name in loaded):

@@ -57,8 +57,8 @@ class RunLog:
             if another job has taken `run_dir` over.
 
     Raises:
-        RunLogError: Weights & Biases could not be started, the package tensorboard is missing, or
-            the folder for TensorBoard's event files cannot be written.
+        RunLogError: Weights & Biases could not be started, or TensorBoard is missing or cannot
+            write its files.
     """
 
     # Without `run_dir`, wandb's files are in wandb's default folder. TensorBoard's event files are

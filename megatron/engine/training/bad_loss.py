@@ -41,8 +41,8 @@ MOST_SKIPPED = 10
 class LossGuard(Hook):
     """Checks the loss and the gradient of each step, and can skip the update of a bad step.
 
-    A step is bad if its loss or gradient is not finite, or if its loss is too far above the average
-    loss of the good steps.
+    A step is bad if its loss or gradient is not finite. It is also bad if its loss is far above the
+    average of the good steps.
 
     Args:
         training: The config section with `on_bad_loss` and `loss_spike_threshold`. Bad steps are

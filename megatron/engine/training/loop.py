@@ -117,8 +117,9 @@ class TrainingLoop:
             first_step: The number of steps that were taken before.
 
         Raises:
-            BadLossError: The loss, the gradient or a weight is not finite, or the loss is a spike,
-                and the run does not skip such steps. No checkpoint is written then.
+            BadLossError: A step was bad, and the run does not skip such steps. A step is bad if its
+                loss, its gradient or a weight is not finite, or if its loss is a spike. No
+                checkpoint is written then.
             DivergedError: Too many steps in a row were skipped.
             Leave: The job must end during a validation that an earlier job left to this one.
         """
