@@ -21,9 +21,10 @@ def _choice(names: str, **others: Mapping[str, str]) -> BeforeValidator:
 
     Args:
         names: The accepted names, separated by spaces.
-        others: Up to two dicts. `aliases` maps each alias to the accepted name that replaces it.
-            `refused` maps each refused name to the reason for the refusal.
+        others: Names that are replaced or refused.
     """
+    # `others` has up to two dicts. `aliases` maps each alias to the accepted name that replaces it.
+    # `refused` maps each refused name to the reason for the refusal.
     return BeforeValidator(one_of(names.split(), **others))
 
 

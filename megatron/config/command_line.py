@@ -49,15 +49,15 @@ def _file(name: str, folder: str) -> Path:
 
 
 def load_or_exit(arguments: argparse.Namespace, *overrides: str, joins: bool = True) -> Config:
-    """Load the config that the command line selects, and check it for the job's processes.
+    """Load the config that the command line selects, and check it for the number of processes.
 
     If the config has problems, print them and exit with code 2.
 
     Args:
         arguments: The arguments parsed by the parser that `config_parser` returns.
         overrides: More `key=value` overrides. They take precedence over `-o` options.
-        joins: Whether the command joins the job that torchrun or another launcher started. If
-            false, the command runs alone.
+        joins: Whether the command joins the job that a launcher such as torchrun started. If false,
+            the command runs alone.
     """
     # Problems of the launcher's environment variables count, too. A command that runs alone opens
     # no connection.

@@ -30,12 +30,12 @@ from megatron.suggest import did_you_mean
 
 
 def task_of(config: Config) -> Task | None:
-    """Build the length task that `data_path` names. Return None if `data_path` names text.
+    """Build the length task that the config's `data_path` names, or return None if it names text.
 
     A length task, such as copying a sequence, generates its own examples, of any length.
 
     Raises:
-        TaskError: An option in `task_options` is unknown, or its value does not fit.
+        TaskError: An option in the config's `task_options` is unknown, or its value does not fit.
     """
     name = task_name(config.data.data_path)
     return build_task(name, config.data.task_options) if name else None

@@ -48,7 +48,7 @@ class OpenRun:
         return next(self.model.parameters()).dtype
 
     def said(self) -> str:
-        """Return lines for the log: which checkpoint is evaluated, and the notes."""
+        """Return lines for the log: which checkpoint is evaluated, then `self.notes`."""
         # The first line is `evaluating PATH OF CHECKPOINT`.
         return "\n".join([f"evaluating {self.saved.path}", *self.notes])
 

@@ -63,7 +63,7 @@ def read_precision(others: dict[str, Given], out: Translation) -> None:
 
 
 def read_intervals(others: dict[str, Given], out: Translation) -> None:
-    """Set `save_interval` and `lr_decay_iters` from GPT-NeoX's other keys for them."""
+    """Translate GPT-NeoX's other keys for two intervals of steps."""
     # `checkpoint_factor` is GPT-NeoX's name for `save_interval`. `lr_decay_fraction` gives
     # `lr_decay_iters` as a fraction of `train_iters`.
     factor, interval = others.get("checkpoint_factor"), out.given.get("save_interval")
@@ -161,7 +161,7 @@ def read_attention(others: dict[str, Given], out: Translation) -> None:
 
 
 def note_dape(out: Translation) -> None:
-    """Note that DAPE's `kerple` trains separate parameters in each layer."""
+    """Add a note that DAPE's `kerple` has separate parameters in each layer."""
     # `kerple` is DAPE's name of `kerple_log`. Here, all layers share the parameters by default.
     given = out.given.get("pos_emb")
     if given and "kerple" in re.split(r"\W+", str(given.value).lower()):

@@ -92,8 +92,7 @@ def check(file: RemoteFile, mirror: str | None = None) -> Iterator[tuple[str, bo
         mirror: The address of a folder that contains the file. It is checked first.
 
     Yields:
-        (address, found, text) for each address. `found` is true if the server has the file. `text`
-        is the size or the error that the server reported.
+        (address, whether the server has the file, size or error) for each address.
     """
     for url in _addresses(file, mirror):
         try:

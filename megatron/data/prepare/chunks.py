@@ -90,10 +90,13 @@ class Place:
             )
 
     def check_size(self, size: int) -> None:
-        """Check that a document or record may have `size` bytes.
+        """Check the size of a document or record.
+
+        Args:
+            size: The size in bytes.
 
         Raises:
-            Fault: `size` is larger than `limits.document_bytes`.
+            Fault: The size is above the limit.
         """
         if size > self.limits.document_bytes:
             raise Fault(
@@ -106,7 +109,7 @@ class Place:
         """Return the rest of `stream`, which is one document.
 
         Raises:
-            Fault: The document is larger than `limits.document_bytes`.
+            Fault: The document is larger than the limit.
         """
         pieces, size = [], 0
         while piece := stream.read(_PIECE):

@@ -95,12 +95,12 @@ class Journal:
 
     @property
     def due(self) -> bool:
-        """Whether at least `seconds` have passed since the journal was last written."""
+        """Whether it is time to write the journal again."""
         return time.monotonic() - self._last_write >= self.seconds
 
     @property
     def exists(self) -> bool:
-        """Whether the file of the journal exists."""
+        """Whether the journal's file exists."""
         return self.path.is_file()
 
     def write(self, state: State) -> None:

@@ -96,15 +96,15 @@ class Tokenizer(ABC):
         # Otherwise it is built at the first `encode`.
 
     def encode_prompt(self, text: str) -> list[int]:
-        """Return the token ids of `text`, preceded by the ids in `begin`.
+        """Return the token ids of `text`, preceded by the ids in `self.begin`.
 
-        If the token ids of `text` already start with `begin`, return them unchanged.
+        If the token ids of `text` already start with these ids, return them unchanged.
         """
         ids, begin = self.encode(text).tolist(), list(self.begin)
         return ids if ids[: len(begin)] == begin else begin + ids
 
     def encode_batch(self, texts: list[str]) -> list[np.ndarray]:
-        """Return the token ids of each text, as `encode` does for one text."""
+        """Return the token ids of each text."""
         return [self.encode(text) for text in texts]
 
     def decode_runs(

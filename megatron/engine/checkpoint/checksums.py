@@ -31,7 +31,8 @@ READ_BYTES = 1 << 24
 
 
 def sealed(record: dict[str, Any]) -> str:
-    """Return `record` as JSON text with a new entry `checksum`, the CRC-32 of the other entries."""
+    """Return `record` as JSON text with its CRC-32 added."""
+    # The new entry `checksum` is the CRC-32 of the other entries.
     return json.dumps(record | {"checksum": _seal(record)}, indent=1)
 
 

@@ -163,7 +163,7 @@ def _decide(
 
 
 def _other_batch(config: Config, saved: Saved) -> str:
-    """Return a warning if `train_batch_size` differs from that of the checkpoint, otherwise ""."""
+    """Return a warning, or "" if the checkpoint's `train_batch_size` is the same."""
     here = config.batch.train_batch_size
     there = saved.record.config.get("train_batch_size", here)
     if there == here:
@@ -175,7 +175,8 @@ def _other_batch(config: Config, saved: Saved) -> str:
 
 
 def _other_loss(config: Config, saved: Saved) -> str:
-    """Return a warning if the checkpoint's run averaged the loss in another way, otherwise ""."""
+    """Return a warning, or "" if both runs average the loss in the same way."""
+    # The other run is the one that wrote the checkpoint.
     # Older versions of this project gave every micro-batch the same weight, and had no such key.
     if not counts_targets(config) or "calculate_per_token_loss" in saved.record.config:
         return ""

@@ -32,11 +32,11 @@ Weights = dict[str, Tensor]
 
 
 def describe(model: nn.Module, groups: Groups) -> dict[str, Any]:
-    """Return the parts of a `RunDescription` that describe the weights of `model`.
+    """Return the shapes and the sharding of the weights of `model`, as JSON values.
 
-    The result has the keys `shapes`, `cuts` and `layers`. Every rank must call this function with
-    its own tensor-parallel shard of the model.
+    Every rank must call this function with its own tensor-parallel shard of the model.
     """
+    # The keys are `shapes`, `cuts` and `layers` of `RunDescription`.
     cuts = {name: [cut.dim, cut.blocks] for name, cut in shardings_of(model).items()}
     return {
         "shapes": {name: list(shape) for name, shape in full_shapes(model, groups).items()},

@@ -133,12 +133,14 @@ def _without_replaced(
 def _read(
     saved: Saved, gpt_j_residual: bool
 ) -> tuple[Weights, dict[str, Tensor], tuple[str, ...], list[str], list[str]]:
-    """Return (weights, buffers, names, problems, notes) of the checkpoint `saved`.
+    """Read the weights and what else the checkpoint stores.
 
-    `names` are GPT-NeoX's names of the positional embedding's learned tensors. The tuple is empty
-    if the checkpoint does not come from GPT-NeoX. `buffers` are stored slopes or frequencies, by
-    GPT-NeoX's names. `problems` and `notes` are lines for the user.
+    Returns:
+        (weights, buffers, names of learned position tensors, error lines, other lines).
     """
+    # The names are GPT-NeoX's names of the positional embedding's learned tensors. They are empty
+    # if the checkpoint does not come from GPT-NeoX. The buffers are stored slopes or frequencies,
+    # by GPT-NeoX's names. Both kinds of lines are for the user.
     if saved.kind is not Kind.PUBLISHED:
         buffers, _ = saved.imported_tensors()
         imported = saved.record.imported

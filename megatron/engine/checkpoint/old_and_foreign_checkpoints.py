@@ -24,7 +24,8 @@ def set_aside_foreign(saved: Saved, lineage: str) -> None:
 
 
 def _lineage(saved: Saved) -> str | None:
-    """Return the id of the run that wrote a checkpoint; None if no `kerple.json` can be read."""
+    """Return the id of the run that wrote a checkpoint; None if it cannot be read."""
+    # `kerple.json` records it.
     try:
         return saved.record.lineage
     except CheckpointError:

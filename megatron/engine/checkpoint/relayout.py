@@ -110,7 +110,8 @@ def convert(
 
     Args:
         scratch: The folder for the result; its previous content is removed.
-        cuts: The new sharding, as in `RunDescription.cuts`; None keeps the checkpoint's sharding.
+        cuts: Maps each sharded parameter's name to how it is sharded. None keeps the checkpoint's
+            sharding.
         workers: The number of processes to use. It must be 1 if the calling process has threads.
 
     Returns:
@@ -119,7 +120,8 @@ def convert(
     Raises:
         CheckpointError: The checkpoint cannot be converted. The folder `scratch` is then removed.
     """
-    # A process with threads must not fork. With 1 worker, no new process is started.
+    # A process with threads must not fork. With 1 worker, no new process is started. `cuts` has the
+    # form of `RunDescription.cuts`.
     target = scratch / saved.tag
     shutil.rmtree(scratch, ignore_errors=True)
     try:
@@ -216,7 +218,7 @@ def restore(
 
     Args:
         scratch: The folder in which the checkpoint is converted; it is removed afterwards.
-        cuts: The sharding of this run's parameters, as in `RunDescription.cuts`.
+        cuts: Maps each sharded parameter's name to how this run shards it.
         changed: A text for the log that lists the differences between the two layouts.
     """
     if groups.is_main:

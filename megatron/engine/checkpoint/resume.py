@@ -70,11 +70,10 @@ class Start:
     ) -> None:
         """Load the weights of `self.saved` into the model.
 
-        Do nothing if `finish` will load them later.
-
         Args:
             change: The old and new positional embeddings, if they differ.
         """
+        # Nothing is done if `finish` will load them later.
         if self.saved is not None and not self.resumes:
             notes = load_weights(model, self.saved, run, groups, change)
             self.text = "\n".join([self.text, *notes])

@@ -147,7 +147,7 @@ class Saved:
         """Check that the checkpoint's files are intact.
 
         Args:
-            optimizer: Whether to check the optimizer's files, too (see `damage`).
+            optimizer: Whether to check the optimizer's files, too.
 
         Raises:
             CheckpointError: A file is damaged.

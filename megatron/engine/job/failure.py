@@ -94,8 +94,8 @@ class Watch:
 
     Args:
         silence: The seconds without a sign of life after which a rank counts as lost.
-        exchange: A function that the thread calls regularly with the job's key-value store. It
-            returns whether the thread should call it again sooner than usual.
+        exchange: A function of the job's key-value store, called regularly by the thread. It
+            returns whether the next call should follow sooner than usual.
     """
 
     # Every POLL_INTERVAL seconds, the thread looks for a failure in the job's key-value store

@@ -94,8 +94,8 @@ class Hearing:
         Args:
             bound: The seconds of silence after which a rank counts as lost.
             interval: The usual number of seconds between two heartbeats.
-            exchange: A function that the thread calls after each heartbeat with the job's key-value
-                store. It returns whether the next heartbeat should follow sooner than usual.
+            exchange: A function of the job's key-value store, called after each heartbeat. It
+                returns whether the next heartbeat should follow sooner than usual.
         """
         self.answered = False
         self.refused_for = 0.0

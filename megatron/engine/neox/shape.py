@@ -58,7 +58,10 @@ class Shape:
         )
 
     def ours(self, name: str, shard: Tensor) -> Tensor:
-        """Return a shard of the published tensor `name` with its rows in this project's order.
+        """Return a shard of a published tensor with its rows in this project's order.
+
+        Args:
+            name: The name of the tensor.
 
         Raises:
             CheckpointError: The shard does not hold a whole number of heads.
@@ -77,11 +80,13 @@ class Shape:
     def published(self, name: str, shard: Tensor) -> Tensor:
         """Return a shard of this project's tensor with its rows in GPT-NeoX's order.
 
-        This method is the inverse of `ours`.
+        Args:
+            name: The name of the tensor.
 
         Raises:
             CheckpointError: The shard does not hold a whole number of heads.
         """
+        # This method is the inverse of `ours`.
         if name.startswith(NORM) and len(shard) > 1:
             return shard.unflatten(0, (-1, self.head_size))
         if self.group == 1 or not name.startswith(FUSED):
@@ -91,7 +96,7 @@ class Shape:
         return torch.cat([part.flatten(0, 1) for part in grouped.split(sizes, dim=1)])
 
     def _key_heads(self, rows: int) -> int:
-        """Return the number of key heads in `rows` rows of the weight `query_key_value`."""
+        """Return the number of key heads in `rows` rows of the weight of query, key and value."""
         width = (self.group + 2) * self.head_size
         if not width or rows % width:
             raise CheckpointError(

@@ -110,7 +110,8 @@ def flops_per_token(shape: GPTShape, keys: float) -> float:
     """Return the floating-point operations of one token, forward and backward.
 
     Args:
-        keys: The mean number of keys that a query sees (see `keys_per_query`).
+        shape: The shape of the model.
+        keys: The mean number of keys that a query sees.
     """
     b = shape.block
     heads = b.num_heads * b.head_size

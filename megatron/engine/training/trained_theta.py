@@ -91,9 +91,10 @@ class TrainedTheta:
     def columns(self) -> dict[str, Tensor]:
         """Return the positional embedding's trained parameters of all heads, by name.
 
-        The dict is empty on a rank without them, and before the first call of `project`.
+        The dict is empty on a rank without them.
         """
-        # The values are those after the last call of `project`.
+        # The values are those after the last call of `project`. The dict is also empty before its
+        # first call.
         theta_HN = self._of_all_heads(self._projected)
         return {} if theta_HN is None else named_theta(self.pos, theta_HN)
 

@@ -138,10 +138,11 @@ def field_of(rows: list[Row]) -> int | str:
     """Return the shortest context length, in tokens, that is as good as the best one.
 
     Args:
-        rows: The rows of the measure `receptive_field`.
+        rows: The loss for each context length.
     """
-    # A context is as good as the best one if the difference of their losses is not surely positive.
-    # The result is "unclear" if there are no intervals.
+    # These are the rows of the measure `receptive_field`. A context is as good as the best one if
+    # the difference of their losses is not surely positive. The result is "unclear" if there are no
+    # intervals.
     if any(row.also["worse"] == "unclear" for row in rows):
         return "unclear"
     return next(row.at["context"] for row in rows if row.also["worse"] == "no")

@@ -85,7 +85,8 @@ class Sample:
 
     @property
     def tail(self) -> int:
-        """The number of last tokens of a sequence that `far_swap` and `receptive_field` score."""
+        """The number of last tokens of a sequence that some measures score."""
+        # These measures are `far_swap` and `receptive_field`.
         return max(1, min(128, self.longest // 8))
 
     @property
