@@ -87,10 +87,14 @@ def problem_of(value: Any, num_layers: int) -> str | None:
 
 
 def layer_count(groups: tuple[tuple[tuple[Any, ...], Any], ...], num_layers: int) -> int:
-    """Return the number of layers in `groups`, which are pairs (values, repeats).
+    """Return the total number of layers.
 
-    If `repeats` is `all`, the values are repeated as often as they fit into `num_layers` layers.
+    Args:
+        groups: Pairs (values, repeats): the values of consecutive layers, and how often they
+            repeat.
+        num_layers: The model's number of layers, which the repeats `all` should fill.
     """
+    # With `all`, the values are repeated as often as they fit into `num_layers` layers.
     return sum(len(values) * _times(values, repeats, num_layers) for values, repeats in groups)
 
 

@@ -54,7 +54,7 @@ def weights_by_documents(documents: Sequence[int], alpha: float) -> list[float]:
 
         p_d = n_d / sum_c n_c   and   q_d = p_d^alpha / sum_c p_c^alpha.
 
-    The weights have the sum 1.
+    The sums are over all corpora c. The weights have the sum 1.
 
     Args:
         documents: The number of documents in each corpus.

@@ -125,12 +125,13 @@ def published_start(
 ) -> int:
     """Return how many samples GPT-NeoX's loader skips when it resumes at `iteration`.
 
-    It is `loader.step_samples` times this number of micro-steps, reduced modulo the complete
-    micro-steps in the data set:
+    It skips this number of micro-steps, modulo the complete micro-steps in the data set:
 
         train   iteration * loader.micro_steps
         valid   (iteration * loader.micro_steps // eval_interval) * eval_iters
         test    0
+
+    A micro-step has `loader.step_samples` samples.
 
     Args:
         split: "train", "valid" or "test".

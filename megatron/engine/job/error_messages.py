@@ -23,14 +23,15 @@ USER_ERRORS = (UserError, AttentionError, PositionalError, OSError)
 
 @contextmanager
 def user_errors() -> Iterator[None]:
-    """Print a user's error of the `with` block, and exit with code 1.
+    """Print an expected error of the `with` block, and exit with code 1.
 
-    A user's error is an exception in `USER_ERRORS`, or too little memory. Other errors are raised
-    again. An error in the block ends all processes of the job.
+    These are the errors in `USER_ERRORS`, and errors about too little memory. Other errors pass
+    unchanged.
 
     Raises:
-        SystemExit: The block has raised a user's error.
+        SystemExit: The block has raised an expected error.
     """
+    # In a job of several processes, any error in the block ends all processes.
     # See `failure` for the end of the other processes.
     try:
         yield

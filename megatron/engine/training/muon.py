@@ -40,14 +40,14 @@ _ITERATIONS = 5
 
 
 def orthogonal(matrix: Tensor) -> Tensor:
-    """Return roughly U V^T for a matrix X with the singular value decomposition U S V^T.
+    """Return roughly U V^T for a matrix with the singular value decomposition U S V^T.
 
     The singular values of the result lie between 0.5 and 1.5. The result has the dtype of the
     matrix. It is computed by five Newton-Schulz iterations
 
-        X <- a X + b (X X^T) X + c (X X^T)^2 X.
+        X <- a X + b (X X^T) X + c (X X^T)^2 X,
 
-    The constants a, b and c are those of Jordan et al. (kellerjordan.github.io/posts/muon).
+    which start from X = matrix / (norm of the matrix). The constants a, b and c are those of Jordan et al. (kellerjordan.github.io/posts/muon).
     """
     if matrix.shape[0] > matrix.shape[1]:
         return orthogonal(matrix.T).T

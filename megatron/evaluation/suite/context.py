@@ -45,8 +45,8 @@ def windowed_twin(sample: Sample, full_nT: np.ndarray, twin_nT: np.ndarray) -> M
 def exact_context(subject: Subject, sample: Sample, full_nT: np.ndarray) -> Measure:
     """Measure how much lower the loss is with the full context than with exactly W tokens.
 
-    W is the training length. Each scored token is scored twice: in the full sequence, and after
-    exactly W tokens.
+    W is the training length. Each token is scored twice: in the full sequence, and after exactly W
+    tokens.
 
     Args:
         full_nT: The loss of each target with the full context, in nats [n sequences, T targets].

@@ -140,6 +140,8 @@ def _earlier(ids_nT: np.ndarray, beyond: int) -> np.ndarray:
 def gains(found_nTO: np.ndarray, losses_nT: np.ndarray, groups: np.ndarray) -> np.ndarray:
     """Return how much lower each loss is when a pointer is mixed with the model, nats [n, T].
 
+    A pointer predicts a copy of earlier text.
+
     Args:
         found_nTO: The pointer's probability of each target, for each number of tokens that it
             matches.
