@@ -47,7 +47,9 @@ def orthogonal(matrix: Tensor) -> Tensor:
 
         X <- a X + b (X X^T) X + c (X X^T)^2 X,
 
-    which start from X = matrix / (norm of the matrix). The constants a, b and c are those of Jordan et al. (kellerjordan.github.io/posts/muon).
+    which start from X = matrix / (norm of the matrix).
+
+    The constants a, b and c are those of Jordan et al. (kellerjordan.github.io/posts/muon).
     """
     if matrix.shape[0] > matrix.shape[1]:
         return orthogonal(matrix.T).T
