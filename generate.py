@@ -22,10 +22,11 @@ MOST_CHARACTERS = 1 << 20
 
 
 def main() -> int:
-    """Generate text with the settings on the command line, and return the exit code.
+    """Generate text with the settings on the command line.
 
-    The exit code is 0 on success, 2 for a config error and 1 for any other error that the user can
-    fix.
+    Returns:
+        The exit code: 0 on success, 2 for a config error, 1 for another error that the user can
+        fix.
     """
     args = parse_arguments()
     if not launcher.is_alone():

@@ -45,11 +45,9 @@ encoder.json and vocab.bpe"""
 
 
 def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
-    """Parse and check the command line, and return the arguments.
-
-    Three attributes are set in addition: `builtin`, which is true for a built-in corpus, and the
-    `name` and `partition` that `_check` derives.
-    """
+    """Parse and check the command line, and return the arguments."""
+    # Three attributes are set in addition: `builtin`, which is true for a built-in corpus, and the
+    # `name` and `partition` that `_check` derives.
     parser = entry.parser(__doc__)
 
     def add(flags: str, text: str, **how: Any) -> None:
@@ -91,11 +89,9 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
 
 
 def _check(arguments: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
-    """Check the arguments, and exit with an error message if one is wrong.
-
-    Set `arguments.name` to the data set's name, and `arguments.partition` to the pair of integers
-    (I, N) that `--partition I/N` gives.
-    """
+    """Check the arguments, and exit with an error message if one is wrong."""
+    # `arguments.name` is set to the data set's name, and `arguments.partition` to the pair of
+    # integers (I, N) that `--partition I/N` gives.
     dataset, name, mirror = arguments.dataset, arguments.name or arguments.dataset, arguments.mirror
     if mirror and "://" not in mirror:
         parser.error(f"--mirror {mirror}: is not an address; write e.g. https://HOST/FOLDER")
@@ -138,9 +134,10 @@ def _without_effect(arguments: argparse.Namespace, parser: argparse.ArgumentPars
 
 
 def check_corpora(arguments: argparse.Namespace) -> int:
-    """Print which download addresses of the corpora are reachable, and return the exit code.
+    """Print which download addresses of the corpora are reachable.
 
-    The exit code is 1 if a corpus has a file without any reachable address, otherwise 0.
+    Returns:
+        The exit code: 1 if a corpus has a file without any reachable address, otherwise 0.
     """
     if arguments.dataset == CORPUS:
         print(f"{arguments.dataset}: is on this machine already, there is nothing to download")
@@ -161,10 +158,8 @@ def check_corpora(arguments: argparse.Namespace) -> int:
 
 
 def tokenizer_for(arguments: argparse.Namespace) -> Tokenizer:
-    """Build the tokenizer that the command line selects.
-
-    GPT-2's vocabulary files are downloaded if that tokenizer is selected without any files.
-    """
+    """Build the tokenizer that the command line selects."""
+    # GPT-2's vocabulary files are downloaded if that tokenizer is selected without any files.
     kind, files = arguments.tokenizer, [arguments.vocab_file, arguments.merge_file]
     if kind is None:
         of_corpus = arguments.dataset and not arguments.builtin

@@ -16,8 +16,9 @@ LONGEST = 5.0
 class EndJob(Protocol):
     """A function that ends all processes of a job with an error message.
 
-    This process ends with the exit code `code`. The other processes also end with `code` if
-    `ends_all` is true, otherwise with 1.
+    Args:
+        code: The exit code of this process.
+        ends_all: Whether the other processes end with `code` too; otherwise they end with 1.
     """
 
     def __call__(self, text: str, *, code: int, ends_all: bool = False) -> NoReturn: ...
@@ -27,7 +28,8 @@ _end_job: list[EndJob] = []
 
 
 def register(end_job: EndJob) -> None:
-    """Set the function that `end_job_of_this_process` calls. `engine.job.failure` calls this."""
+    """Set the function that ends all processes of the job."""
+    # `end_job_of_this_process` calls it, and `engine.job.failure` registers it.
     _end_job[:] = [end_job]
 
 
@@ -51,11 +53,13 @@ def is_member() -> bool:
 
 
 def end_now(code: int) -> NoReturn:
-    """Call the functions in `GIVE_BACK`, then end this process with exit code `code`.
+    """Release what other processes wait for, then end this process.
 
-    The functions release what other processes wait for, such as the lease of a run folder. If they
-    take longer than `LONGEST` seconds, the process ends without waiting for them.
+    Args:
+        code: The exit code.
     """
+    # The functions in `GIVE_BACK` release for example the lease of a run folder. If they take
+    # longer than `LONGEST` seconds, the process ends without waiting for them.
 
     def give_back() -> None:
         for function in GIVE_BACK:

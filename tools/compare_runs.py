@@ -48,11 +48,15 @@ def main() -> int:
 
 
 def contents(run: RunFolder) -> tuple[dict[str, Any], list[str], dict[str, Any]]:
-    """Return (last start in the run's `run.json`, lines of its patch, content of `config.yml`).
+    """Return what is compared of a run.
+
+    Returns:
+        (record of the last start, lines of the patch of the code, configuration).
 
     Raises:
         UserError: A file is missing or damaged.
     """
+    # The files are `run.json`, the patch and `config.yml`.
     path = run.provenance
     try:
         found = parse_json(read_small(path, MOST_BYTES))
@@ -65,7 +69,13 @@ def contents(run: RunFolder) -> tuple[dict[str, Any], list[str], dict[str, Any]]
 
 
 def differences(before: str, a: Mapping[str, Any], b: Mapping[str, Any]) -> Iterator[str]:
-    """Yield `BEFOREkey.inner: VALUE_A | VALUE_B` for each value that differs in nested dicts."""
+    """Yield a line for each value that differs between two nested dicts.
+
+    Args:
+        before: A text for the start of each line.
+        a, b: The dicts.
+    """
+    # The line is `BEFOREkey.inner: VALUE_A | VALUE_B`.
     for key in [*a, *(key for key in b if key not in a)]:
         one, other = a.get(key, "-"), b.get(key, "-")
         if isinstance(one, dict) and isinstance(other, dict):

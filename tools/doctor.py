@@ -59,7 +59,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def examine(paths: list[Path]) -> list[tuple[str, Finding]]:
-    """Run all checks, and return a pair (name of the check, finding) for each finding.
+    """Run all checks, and return (name of the check, finding) for each finding.
 
     Args:
         paths: The config files of the planned run. May be empty.

@@ -91,13 +91,12 @@ def print_counts(shards: ShardReader, manifest: dict | None) -> None:
 
 
 def check_tokens(shards: ShardReader, manifest: dict | None, vocab_size: int | None) -> None:
-    """Check the numbers of documents and tokens, and check that the vocabulary has every token.
+    """Check the numbers of documents and tokens, and the token ids.
 
     Args:
         shards: The shards to check.
-        manifest: The manifest of the shards, with the expected counts. If it is None, the counts
-            are not checked.
-        vocab_size: The number of token ids. If it is None, the tokens are not checked.
+        manifest: The description of the shards, with the expected counts. None skips this check.
+        vocab_size: The number of token ids in the vocabulary. None skips this check.
 
     Raises:
         ShardError: The manifest has other counts, or a token is outside the vocabulary.

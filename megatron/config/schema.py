@@ -23,14 +23,16 @@ from megatron.config.sections.training import BatchConfig, LrConfig, OptimizerCo
 
 
 class Config(BaseModel):
-    """All settings of a run, as built by `load_config`. Configs with equal sections are equal.
+    """All settings of a run. Configs with equal sections are equal.
 
     Attributes:
         notes: Remarks for the user, for example about keys that have no effect.
         sources: The paths of the config files.
-        origins: Maps the name of each field that the user set to the place where it is set: a file
-            and line, or an override.
+        origins: Maps the name of each field that the user set to the file and line, or the
+            override.
     """
+
+    # Built by `load_config`.
 
     model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=())
 

@@ -9,7 +9,7 @@ from megatron.errors import UserError
 
 
 class DataError(UserError):
-    """Base class of the errors in `megatron/data` that the user can correct."""
+    """Base class of the errors about text and tokens that the user can correct."""
 
 
 class ShardError(DataError):
@@ -27,7 +27,7 @@ class CorpusError(DataError):
 class TaskError(DataError):
     """The name of a length task is unknown, or the task does not accept an option or a length.
 
-    A length task, such as copying n symbols, tests a model on longer examples than in training.
+    A length task, such as copying symbols, tests a model on longer examples than in training.
     """
 
 

@@ -46,7 +46,7 @@ GPUS = {
 
 
 def gpu_named(name: str) -> Gpu:
-    """Return the GPU that `GPUS` lists under `name`. Case is ignored.
+    """Return the known GPU with this name. Case is ignored.
 
     Raises:
         StartError: The GPU is unknown.
@@ -59,10 +59,9 @@ def gpu_named(name: str) -> Gpu:
 
 
 def gpu_of_device(device_name: str) -> Gpu | None:
-    """Return the first GPU of `GPUS` that fits CUDA's `device_name`, or None if there is none.
-
-    A GPU fits if `device_name` contains all parts of the GPU's name. Hyphens separate the parts.
-    """
+    """Return the GPU whose name fits CUDA's `device_name`, or None if it is unknown."""
+    # A GPU fits if `device_name` contains all parts of the GPU's name in `GPUS`. Hyphens separate
+    # the parts. The first GPU that fits counts.
     found = (gpu for name, gpu in GPUS.items() if all(x in device_name for x in name.split("-")))
     return next(found, None)
 

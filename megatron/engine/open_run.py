@@ -46,7 +46,8 @@ class OpenRun:
         return next(self.model.parameters()).dtype
 
     def said(self) -> str:
-        """Return a text for the log: the line `evaluating PATH OF CHECKPOINT`, then the `notes`."""
+        """Return lines for the log: which checkpoint is evaluated, then `self.notes`."""
+        # The first line is `evaluating PATH OF CHECKPOINT`.
         return "\n".join([f"evaluating {self.saved.path}", *self.notes])
 
 
@@ -60,15 +61,13 @@ def open_run(
 ) -> OpenRun:
     """Build the model of the run folder `folder`, with the weights of its newest checkpoint.
 
-    The model has the config's precision, is on this rank's device, and multiplies all query-key
-    distances by `eval_distance_scale`. The files that hold the weights must be intact. Every rank
-    must call this function.
+    The model has the config's precision and is on this rank's device. Every rank must call this
+    function.
 
     Args:
-        config: The configuration. If `config` is None, the configuration is read from `files` and
-            `overrides`, and each process holds the whole model.
-        groups: The job's process groups. The ranks of `groups.model` share the model. None means
-            that this process is alone.
+        config: The configuration. None means that `files` and `overrides` hold the configuration,
+            and that each process holds the whole model.
+        groups: The job's process groups; None means that this process is alone.
         files: Config files; without any, the run's `config.yml` is read.
         overrides: Config overrides, `key=value`.
 
@@ -78,6 +77,8 @@ def open_run(
             damaged or does not fit the config.
         ConfigError: The configuration has problems.
     """
+    # The model multiplies all query-key distances by `eval_distance_scale`. The ranks of
+    # `groups.model` share the model.
     groups = groups or alone()
     if config is None:
         stored = RunFolder(folder).config

@@ -31,13 +31,13 @@ class Sampling:
 
     Attributes:
         temperature: The divisor of the logits. 0 always selects the most likely token.
-        top_k: Keep this number of the most likely tokens, or all tokens if it is None.
+        top_k: Keep this number of the most likely tokens. None keeps all tokens.
         top_p: Keep the most likely tokens until their probabilities add up to at least this value.
             1 keeps all tokens.
         min_p: Keep a token only if its probability divided by the largest probability is at least
             this value.
-        repetition_penalty: The positive logits of tokens that already occur in the text are divided
-            by this number, and negative ones are multiplied by it. It is above 0; 1 has no effect.
+        repetition_penalty: The penalty for tokens that already occur in the text, above 0; 1 has no
+            effect. Positive logits are divided by it, and negative ones multiplied.
     """
 
     temperature: float = 1.0
@@ -50,7 +50,9 @@ class Sampling:
 def probabilities(logits_BV: Tensor, how: Sampling) -> Tensor:
     """Return the probability with which each token is chosen, float64 [batch, vocabulary].
 
-    The temperature must be above 0.
+    Args:
+        logits_BV: The logits, [batch, vocabulary].
+        how: The settings for sampling. The temperature must be above 0.
     """
     scaled_BV = (logits_BV - logits_BV.amax(-1, keepdim=True)).double() / how.temperature
     unlikely_BV = scaled_BV.exp() < how.min_p
@@ -72,6 +74,7 @@ def penalised(logits_BV: Tensor, texts: Sequence[Sequence[int]], penalty: float)
     """Return the logits after the repetition penalty, [batch, vocabulary].
 
     Args:
+        logits_BV: The logits, [batch, vocabulary].
         texts: The token ids of each text so far.
     """
     result_BV = logits_BV.clone()
@@ -91,13 +94,15 @@ def sample(
     """Choose the next token of each text, and return its id, int64 [batch], on the CPU.
 
     Args:
-        generators: One CPU random generator for each text, so that the draws for one text do not
-            depend on the other texts of the batch.
-        texts: The token ids of each text so far, which the repetition penalty reads.
+        logits_BV: The logits, [batch, vocabulary].
+        generators: One CPU random generator for each text.
+        texts: The token ids of each text so far, for the repetition penalty.
 
     Raises:
         DivergedError: A logit is infinite or not a number.
     """
+    # With one generator for each text, the draws for one text do not depend on the other texts of
+    # the batch.
     logits_BV = logits_BV.to("cpu", torch.float64)
     if not logits_BV.amax(-1).isfinite().all():
         raise DivergedError("the model's logits are not finite; -o precision=fp32 may help")

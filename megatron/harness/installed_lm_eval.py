@@ -21,7 +21,9 @@ _OWN = (ROOT, ROOT / "tools")
 
 
 class _Elsewhere:
-    """An import finder for the packages lm_eval and evaluate that ignores our commands' folder."""
+    """An import finder that finds the installed packages lm_eval and evaluate."""
+
+    # It ignores the folder of our commands, which have the same names.
 
     def find_spec(self, name: str, path: object = None, target: object = None) -> ModuleSpec | None:
         if name not in NAMES:
@@ -35,7 +37,7 @@ class _Elsewhere:
 
 @contextmanager
 def harness_packages() -> Iterator[None]:
-    """In the `with` block, `import lm_eval` and `import evaluate` mean the installed packages.
+    """Let `import lm_eval` and `import evaluate` find the installed packages in the `with` block.
 
     Raises:
         DataError: The package lm_eval is not installed.
@@ -58,6 +60,6 @@ def harness_packages() -> Iterator[None]:
 
 
 def _is_own(name: str) -> bool:
-    """Return whether the imported module `name` is one of our commands."""
+    """Return whether the imported module `name` is one of this project's commands."""
     file = getattr(sys.modules.get(name), "__file__", None)
     return file is not None and Path(file).resolve().parent in _OWN

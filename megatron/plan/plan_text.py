@@ -35,7 +35,7 @@ def plan_text(
 
     Args:
         load: A function from overrides such as `checkpoint_activations=true` to the config.
-        gpu_name: The name of a GPU in `gpus.GPUS`.
+        gpu_name: The name of a GPU.
         efficiency: The fraction of the GPU's peak rate that the run reaches (MFU), above 0 and at
             most 1.
         price: The price of one hour of one GPU, or None.
@@ -44,6 +44,7 @@ def plan_text(
         StartError: The GPU is unknown, or cannot compute in the config's precision.
         AttentionError: The attention backend does not support this model.
     """
+    # `gpus.GPUS` lists the names.
     config, gpu = load(), gpu_named(gpu_name)
     precision, world_size = config.training.precision, config.parallel.world_size
     if precision == "bf16" and not gpu.has_bf16:
@@ -89,11 +90,9 @@ def _table(values: dict[str, float]) -> list[str]:
 
 
 def sent_per_step(config: Config, step: Step) -> dict[str, float]:
-    """Return the bytes that a rank sends in a training step, for each kind of parallelism.
-
-    Collectives are counted as ring algorithms: in an all-reduce over D ranks, each rank sends
-    2 (D - 1) / D times the bytes of the tensor.
-    """
+    """Return the bytes that a rank sends in a training step, for each kind of parallelism."""
+    # Collectives are counted as ring algorithms: in an all-reduce over D ranks, each rank sends 2
+    # (D - 1) / D times the bytes of the tensor.
     p, several = config.parallel, config.batch.gradient_accumulation_steps
     replicas = p.data_parallel_size * p.context_parallel_size
     half = step.size * DTYPES[config.training.precision].itemsize * (replicas - 1) / replicas
@@ -132,13 +131,14 @@ def _fitting(
 ) -> Iterator[str]:
     """Yield a line for each set of config overrides that makes the run fit on the GPU.
 
-    A line contains the overrides and the memory that the run needs with them. The fastest overrides
-    come first. The value of `train_batch_size` stays the same.
+    The fastest overrides come first.
 
     Args:
         load: A function from overrides to the changed config.
         usable: The bytes of a GPU's memory that the run may use.
     """
+    # A line contains the overrides and the memory that the run needs with them. The value of
+    # `train_batch_size` stays the same.
     size = config.batch.train_batch_size
     batch = [f"train_batch_size={size}", "gradient_accumulation_steps=null"]
     for overrides in _candidates(config):

@@ -71,14 +71,15 @@ def record_start(
 ) -> None:
     """Append a record of this start of the run to `folder/run.json`.
 
-    The record contains the command, the code, the data, the machines and the versions of all
-    packages. If the file is damaged or cannot be written, print the reason and return. Every rank
-    must call this function.
+    Every rank must call this function.
 
     Args:
         run: The description of the run, which its checkpoints record.
+        start: The checkpoint and counters with which the job starts.
         say: A function that prints a line for the user.
     """
+    # The record contains the command, the code, the data, the machines and the versions of all
+    # packages. If the file is damaged or cannot be written, print the reason and return.
     machines = groups.gather_from_job(_machine(groups.device))
     if not groups.is_main:
         return
@@ -121,7 +122,8 @@ def without_secrets(text: str) -> str:
 
 
 def _masked(value: Any) -> Any:
-    """Return a copy of `value` with the secrets removed from all strings in its dicts and lists."""
+    """Return a copy of `value` without the secrets in its texts."""
+    # Texts inside dicts and lists count, too.
     if isinstance(value, dict):
         return {_masked(key): _masked(each) for key, each in value.items()}
     if isinstance(value, list | tuple):
@@ -145,11 +147,10 @@ def _machine(device: torch.device) -> str:
 
 
 def code_of(root: Path) -> tuple[dict[str, Any], str]:
-    """Return (facts about the code in the folder `root`, patch from its git commit).
-
-    If git cannot be asked, the commit or the patch in the facts is None, and `why` has the reason.
-    This happens if `root` is no git checkout, or git needs more than `DEADLINE` seconds in total.
-    """
+    """Return facts about the code in the folder `root`, and a patch of uncommitted changes."""
+    # The patch is from the git commit to the code. If git cannot be asked, the commit or the patch
+    # in the facts is None, and `why` has the reason. This happens if `root` is no git checkout, or
+    # git needs more than `DEADLINE` seconds in total.
     until = time.monotonic() + DEADLINE
     about: dict[str, Any] = {"version": __version__, "fingerprint": fingerprint()}
     about |= {"commit": None, "patch": None}

@@ -40,7 +40,8 @@ def readiness(config: Config) -> Iterator[Finding]:
 
 
 def _text(config: Config) -> Iterator[Finding]:
-    """Yield the missing files of the text and its tokenizer, and how often the text is read."""
+    """Yield facts and problems of the text and its tokenizer."""
+    # These are missing files, and how often the text is read.
     data, tokenizer = config.data, None
     missing = list(_missing_files(data))
     yield from ((True, line) for line in missing)

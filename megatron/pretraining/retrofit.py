@@ -64,15 +64,17 @@ class Retrofit:
     def measure(self, model: Model, data: JobData, groups: Groups) -> str:
         """Return lines for the log with the loss before and after the change of embeddings.
 
-        If the config sets `retrofit_init: fit`, also fit the parameters of the added embeddings.
         Every rank must call this method.
 
         Args:
-            model: This rank's part of the new model. The added parameters get the fitted values.
+            model: This rank's part of the new model. The parameters of added embeddings may be
+                fitted.
+            data: The text on which the losses are computed.
 
         Raises:
             PositionalError: The positions cannot be fitted.
         """
+        # The parameters are fitted if the config sets `retrofit_init: fit`.
         tokens_NS = data.first_samples(min(self.config.batch.train_batch_size, MOST_SAMPLES))
         fitted, text, count = {}, "", count_parameters(model, groups)
         if tokens_NS is not None and groups.is_main:
@@ -92,14 +94,16 @@ class Retrofit:
     def _compare(
         self, inputs: Tensor, targets: Tensor, data: JobData, most: int
     ) -> tuple[dict[int, Tensor], str]:
-        """Return (fitted columns of theta by index, lines with the losses of both models).
-
-        Theta contains the learned parameters of the positional embeddings.
+        """Compare the old and the new model on some samples.
 
         Args:
-            most: The maximum number of samples for which losses are computed. If it is 0 and the
-                config does not ask for a fit, no model is built.
+            most: The maximum number of samples.
+
+        Returns:
+            (fitted parameters by index, lines for the log).
         """
+        # The parameters are columns of theta, the learned parameters of the positional embeddings.
+        # If `most` is 0 and the config does not ask for a fit, no model is built.
         fits, fitted, texts = self.config.checkpoint.retrofit_init == "fit", {}, []
         precision = DTYPES[self.config.training.precision]
         if not most and not fits:
@@ -131,7 +135,8 @@ class Retrofit:
         return fitted, "\n".join([*self._lines(fitted), f"  loss on the first {where}: {losses}"])
 
     def _lines(self, fitted: dict[int, Tensor]) -> list[str]:
-        """Return lines for the log about the window, the fading and the fitted values."""
+        """Return lines for the log about what the change of embeddings does."""
+        # These are the window, the fading and the fitted values.
         lines, anneal = [], self.config.checkpoint.retrofit_anneal
         windows = [each.model.sliding_window_width for each in (self.source, self.config)]
         if windows[0] != windows[1]:
@@ -145,20 +150,19 @@ class Retrofit:
 
 
 def retrofit_of(config: Config, start: Start, new: PositionalEmbedding) -> Retrofit | None:
-    """Return the change of positional embeddings between a checkpoint and a run with `finetune`.
-
-    The result is None if the run resumes, if the embeddings are the same, or if the checkpoint does
-    not record its embeddings.
+    """Return the change of positional embeddings between a checkpoint and a run, or None.
 
     Args:
         start: The starting point of the run.
         new: The positional embedding of the run's model.
 
     Raises:
-        CheckpointError: The config sets `retrofit_anneal`, but there is no rotary embedding to
-            fade. Or the config changes `pos_emb` or `sliding_window_width` without setting the key.
-            Or the run resumes during the fading with another `retrofit_anneal`.
+        CheckpointError: The config's keys do not fit the change of embeddings.
     """
+    # The result is None if the run resumes, if the embeddings are the same, or if the checkpoint
+    # does not record its embeddings. These are errors: the config sets `retrofit_anneal`, but there
+    # is no rotary embedding to fade; the config changes `pos_emb` or `sliding_window_width` without
+    # setting the key; the run resumes during the fading with another `retrofit_anneal`.
     saved, c, layers = start.saved, config.checkpoint, config.model.num_layers
     if saved is not None and start.resumes:
         was, now = saved.record.config.get("retrofit_anneal", 0), c.retrofit_anneal

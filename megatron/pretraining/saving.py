@@ -42,15 +42,16 @@ def said_what_is_saved(save: str | None) -> Iterator[None]:
 
 @dataclass
 class Saving(Hook):
-    """A hook that writes checkpoints, and stores the counters of the newest checkpoint.
+    """A hook that writes checkpoints.
 
     Attributes:
-        saver: The object that writes the files; None if the run has no folder `save`.
-        progress: The counters of the run. They are updated after every step at which a checkpoint
-            is due, even without a `saver`.
+        saver: The object that writes the files; None if the run saves none.
+        progress: The counters of the run at the newest checkpoint.
         loader: The batches of the run. It counts the samples that were read.
         hooks: The hooks whose state is stored in a checkpoint.
     """
+
+    # `progress` is updated after every step at which a checkpoint is due, even without a `saver`.
 
     saver: Saver | None
     progress: TrainingProgress

@@ -12,13 +12,12 @@ from megatron.engine.training.hooks import Hook, Step
 class Validation(Hook):
     """A hook that runs the validations during training and logs their metrics.
 
-    If a job ends before a validation is complete, the resumed run repeats the validation before its
-    first step.
-
     Args:
-        measure: A function from step to the validation's metrics. If `measure` raises
-            `preemption.Leave`, the job ends after a checkpoint.
+        measure: A function from step to the validation's metrics.
     """
+
+    # If `measure` raises `preemption.Leave`, the job ends after a checkpoint. If a job ends before
+    # a validation is complete, the resumed run repeats the validation before its first step.
 
     def __init__(self, measure: Callable[[int], dict[str, float]], log: RunLog):
         self._measure, self._log = measure, log
@@ -30,11 +29,12 @@ class Validation(Hook):
         return {"owes_validation": True} if self._owed else {}
 
     def begin(self, step: int) -> None:
-        """Run the validation after `step` if the checkpoint was saved before this validation.
+        """Run the validation after `step` if an earlier job has left it to this one.
 
         Raises:
             Leave: The job ends before the validation is complete.
         """
+        # This is so if the checkpoint was saved before the validation.
         if self._owed:
             self._log.go_back(step, validates_again=True)
             self._validate(step)

@@ -73,10 +73,12 @@ class EventLog:
 
     Attributes:
         threads: Maps the id of each thread that communicates to its list of events.
-        members: Maps the text of a process group to its ranks. Two groups of the same ranks have
-            different texts, such as "0 to 3" and "0 to 3 (group 2 of these)".
+        members: Maps the text of a process group, such as "0 to 3", to its ranks.
         here: A `threading.local`. Its attribute `paused` is true while a thread is not recorded.
     """
+
+    # Two groups of the same ranks have different texts, such as "0 to 3" and "0 to 3 (group 2 of
+    # these)".
 
     def __init__(self, reply: Reply | None = None):
         self.reply = reply
@@ -196,12 +198,10 @@ def ranks_text(ranks: Sequence[int]) -> str:
 
 
 def line_of_code() -> str:
-    """Return a text with up to three lines of the call stack, from the innermost outwards.
-
-    The first is the line that communicates. The second is the next line of the project outside
-    `megatron/parallel/`. The third is the next line in `megatron/evaluation/` or
-    `megatron/pretraining/`. Lines of torch, DeepSpeed's wrappers and this package are skipped.
-    """
+    """Return a text with up to three lines of the call stack, from the innermost outwards."""
+    # The first is the line that communicates. The second is the next line of the project outside
+    # `megatron/parallel/`. The third is the next line in `megatron/evaluation/` or
+    # `megatron/pretraining/`. Lines of torch, DeepSpeed's wrappers and this package are skipped.
     frame, found, last = sys._getframe(1), [], 0
     while frame is not None and last < len(CALLERS):
         name, kind = _file(frame.f_code.co_filename)
@@ -214,7 +214,8 @@ def line_of_code() -> str:
 
 @cache
 def _file(path: str) -> tuple[str, int]:
-    """Return (short name of a source file, number of patterns in `CALLERS` that match it)."""
+    """Return (short name of a source file, its rank in the choice of lines)."""
+    # The rank is the number of patterns in `CALLERS` that match the file.
     _, package, name = path.rpartition("site-packages/")
     if not package and Path(path).is_relative_to(ROOT):
         name = str(Path(path).relative_to(ROOT))

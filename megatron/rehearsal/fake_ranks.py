@@ -46,7 +46,7 @@ class Played(NamedTuple):
         members: Maps the text of a process group to its ranks.
         sent: The integers that the rank sent.
         error: The traceback of the error that ended the rank, or "".
-        modules: The names of the modules that the rank imported. Empty for all ranks but rank 0.
+        modules: The names of the modules that rank 0 imported. Empty for other ranks.
     """
 
     threads: list[list[Event]]
@@ -57,7 +57,7 @@ class Played(NamedTuple):
 
 
 class EarlierRanks:
-    """Stands in for the other ranks: replays the integers that the ranks before this rank sent.
+    """Stands in for the other ranks: replays the integers that earlier ranks sent.
 
     Attributes:
         sent: The integers that this rank sends, for the ranks after it.
@@ -68,10 +68,8 @@ class EarlierRanks:
         self.sent: Sent = defaultdict(list)
 
     def reply(self, event: Event, tensors: Sequence[Tensor]) -> None:
-        """Fill a received tensor with its sender's integers, or with zeros if there are none.
-
-        For a tensor that this rank sends, store its integers in `sent`.
-        """
+        """Fill a received tensor with its sender's integers, or with zeros if there are none."""
+        # For a tensor that this rank sends, its integers are stored in `sent`.
         key: tuple = event.group, event.peer
         sends = event.op == "send" or (event.op == "broadcast" and event.peer == self.rank)
         if event.op in MESSAGES:
@@ -96,12 +94,12 @@ def play_all(
     """Run `job` once as each of `size` ranks, and yield the result of each rank, in order.
 
     Args:
-        job: A function that joins the job described by the variables RANK and WORLD_SIZE. It may
-            write into the subfolder "run" of the current folder.
+        job: A function that joins the job described by the variables RANK and WORLD_SIZE.
         stages: The number of pipeline stages. Each stage has consecutive ranks.
         folder: An empty folder for the ranks' files.
         at_once: The number of ranks that run at the same time.
     """
+    # `job` may write into the subfolder "run" of the current folder.
     context, sent, first = multiprocessing.get_context("fork"), {}, 0
     while first < size:
         # A rank needs the integers of the earlier stages and of rank 0, which also runs alone.
@@ -129,7 +127,7 @@ def play_all(
 def _play(
     pipe: Connection, rank: int, size: int, job: Callable[[], object], sent: Sent, folder: Path
 ) -> None:
-    """Run `job` as the rank `rank` of `size` in this forked process. Send a `Played` to `pipe`."""
+    """Run `job` as one of `size` ranks in this forked process, and send the result to `pipe`."""
     os.environ.update(RANK=str(rank), LOCAL_RANK="0", WORLD_SIZE=str(size))
     os.environ.pop("MASTER_ADDR", None)  # of a launcher, whose job this is not
     others, error = EarlierRanks(rank, sent), ""

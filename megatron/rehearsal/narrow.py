@@ -26,14 +26,18 @@ DOCUMENTS, TOKENS = 2000, 40  # the text that is read instead of the run's
 
 
 def narrow(config: Config, folder: Path) -> list[str]:
-    """Return config overrides that make a run small enough to rehearse. Write its text to `folder`.
+    """Return config overrides that make a run small enough to rehearse.
 
-    The small run takes one step, validates and saves. It has narrow heads and short sequences. A
-    step has at most one more micro-batch than the pipeline has stages. There is one block per stage
-    (two without a pipeline), because all blocks communicate in the same way. If the number of
-    blocks is not a multiple of the number of stages, the remainder is added. If the config sets
-    `pos_emb` or `sliding_window_width` per layer, all layers are kept.
+    The small run takes one step, validates and saves.
+
+    Args:
+        folder: The folder into which the text of the small run is written.
     """
+    # It has narrow heads and short sequences. A step has at most one more micro-batch than the
+    # pipeline has stages. There is one block per stage (two without a pipeline), because all blocks
+    # communicate in the same way. If the number of blocks is not a multiple of the number of
+    # stages, the remainder is added. If the config sets `pos_emb` or `sliding_window_width` per
+    # layer, all layers are kept.
     m, p, layers = config.model, config.parallel, config.model.num_layers
     slices, stages = p.context_parallel_size * p.model_parallel_size, p.pipe_parallel_size
     if not any(isinstance(each, tuple) for each in (m.pos_emb, m.sliding_window_width)):

@@ -22,7 +22,7 @@ class Finding:
 
 
 def judged(bad: object, text: str, remedy: str, level: str = PROBLEM) -> Finding:
-    """Return a finding of `level` if `bad` is true, otherwise a finding of the level `ok`."""
+    """Return a finding of `level` if `bad` is true, otherwise a finding that all is well."""
     return Finding(level, text, remedy) if bad else Finding(OK, text)
 
 

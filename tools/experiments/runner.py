@@ -61,19 +61,19 @@ def command_of(cell: Cell) -> list[str]:
 
 
 class Runner:
-    """Runs the cells (training runs) of a grid, several at a time.
+    """Runs the training runs of a grid, several at a time.
 
     Args:
-        devices: One value of CUDA_VISIBLE_DEVICES for each cell that may run at the same time. The
-            value "" leaves the variable unchanged.
+        devices: One value of CUDA_VISIBLE_DEVICES for each run that may be active at the same time.
+            The value "" leaves the variable unchanged.
         say: A function that prints a line.
-        changed: A function that is called after a cell has started or ended.
+        changed: A function that is called after a run has started or ended.
 
     Attributes:
-        failed: The cells that failed.
-        left: The cells that another job was running.
-        signals: The number of signals received. At the first signal, the cells save a checkpoint
-            and end. The second signal kills them.
+        failed: The runs that failed.
+        left: The runs that another job was doing.
+        signals: The number of signals received. The first lets the runs save and end. The second
+            kills them.
     """
 
     def __init__(
@@ -139,14 +139,15 @@ class Runner:
         self._changed()
 
     def _launch(self, cell: Cell, record: Record, given: dict[str, str], lease: ExitStack) -> None:
-        """Start the process of a cell (one run of a grid).
+        """Start the process of one run of a grid.
 
         Args:
-            record: The content of the new `cell.json`.
+            record: The record of the run.
             given: Environment variables for the process.
-            lease: The exit stack that releases the run folder. Its callbacks are moved to the
-                entry in the list of running cells.
+            lease: The exit stack that releases the run folder.
         """
+        # The record is the content of the new `cell.json`. The callbacks of `lease` are moved to
+        # the entry in the list of running cells.
         if earlier := Record.read(cell.folder):
             record.seconds = earlier.seconds
         record.write(cell.folder)

@@ -42,16 +42,18 @@ State = Literal["new", "running", "cut off", "failed", "finished", "stale"]
 
 @dataclass
 class Record:
-    """The content of `cell.json`: the inputs of a run of a grid, and how the run ended.
+    """The inputs of one run of a grid, and how the run ended.
 
     Attributes:
         config: The resolved configuration without the folders of the run.
-        text: The fingerprint of the tokens that the run reads. For a run that trains on a length
-            task, it is the identity of the task.
+        text: The fingerprint of the tokens on which the run trains.
         code: The fingerprint of the code, and the versions of the libraries that compute.
         seconds: The wall time of the run so far, in all processes that continued it.
         state: How the last of these processes ended, or `running` if it has not ended.
     """
+
+    # This is the content of `cell.json`. For a run that trains on a length task, `text` is the
+    # identity of the task.
 
     cell: str
     axes: dict[str, str]
@@ -109,11 +111,10 @@ _texts: dict[str, str] = {}
 def text_of(config: Config) -> str:
     """Return the fingerprint of the tokens on which a configuration trains.
 
-    If it trains on a length task, return the identity of the task.
-
     Raises:
         DataError: The tokens cannot be read.
     """
+    # If it trains on a length task, the identity of the task is returned.
     key = repr(config.data)
     if key not in _texts:
         # This import takes seconds, and a new grid can be listed without it.
@@ -125,10 +126,7 @@ def text_of(config: Config) -> str:
 
 
 def state_of(cell: Cell) -> tuple[State, str]:
-    """Return (state of a cell, explanation). A cell is one run of a grid.
-
-    The explanation may be empty.
-    """
+    """Return (state of a run of a grid, explanation). The explanation may be empty."""
     record = Record.read(cell.folder)
     if record is None:
         if RunFolder(cell.folder).latest.exists():
@@ -168,10 +166,7 @@ def is_complete(folder: Path, record: Record) -> bool:
 
 
 def why_not_measured(folder: Path, record: Record) -> str:
-    """Return why a run folder holds no results that were measured with the settings in `record`.
-
-    Return "" if the folder holds such results.
-    """
+    """Return why a run folder holds no results with the settings in `record`, or "" if it does."""
     paths = [path for path in RunFolder(folder).results if path.exists()]
     try:
         found = [other_measurement(path, read_table(path), record) for path in paths]
@@ -181,10 +176,8 @@ def why_not_measured(folder: Path, record: Record) -> str:
 
 
 def other_measurement(path: Path, table: Frame, record: Record) -> str:
-    """Return how the settings of a table differ from the settings in `record`, or "" if they agree.
-
-    Settings without a column in `table` are not compared.
-    """
+    """Return how the settings of a table differ from those of the run, or "" if they agree."""
+    # Settings without a column in `table` are not compared.
     asked = record.config.get
     wanted = {"distance_scale": asked("eval_distance_scale"), "split": asked("eval_split")}
     wanted |= {"step": asked("train_iters") or None}  # None: the checkpoint of another run
@@ -224,10 +217,8 @@ def share_done(cell: Cell) -> float:
 
 
 def write_index(cells: Sequence[Cell], runs: Path) -> pd.DataFrame:
-    """Write a table of all runs of a grid to `cells.csv` in the folder `runs`. Return the table.
-
-    Each row has a run's state, run folder, wall time, machine and versions.
-    """
+    """Write a table of all runs of a grid to `cells.csv` in the folder `runs`. Return the table."""
+    # Each row has a run's state, run folder, wall time, machine and versions.
     rows = []
     for cell in cells:
         (state, why), record = state_of(cell), Record.read(cell.folder)

@@ -14,7 +14,8 @@ _LINK = re.compile(r"\]\(([^)#\s]+)")
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
-    """Replace the pages in `files` by README.md, all pages of docs/, and all files they link to."""
+    """Choose the pages of the site: README.md, all pages of docs/, and all files they link to."""
+    # They replace the pages in `files`.
     root = Path(config.config_file_path).parent
     own = [file for file in files if file.src_dir == config.docs_dir]
     for file in [file for file in own if file.src_uri not in config.extra_css]:

@@ -33,10 +33,9 @@ KEYS = {
 
 
 def read_precision(others: dict[str, Given], out: Translation) -> None:
-    """Read the precision from `precision`, `fp16: {enabled, type}` and `bf16: {enabled}`.
-
-    If these keys contradict each other, a problem is added to `out`.
-    """
+    """Set the precision from the keys `precision`, `fp16` and `bf16`."""
+    # `fp16` is {enabled, type}, and `bf16` is {enabled}. If these keys contradict each other, a
+    # problem is added to `out`.
     named: list[tuple[str, str, Mark]] = []  # (precision, key that sets it, place of that key)
     kind = others.get("fp16.type")
     half = "bf16" if kind and kind.value == "bfloat16" else "fp16"
@@ -65,11 +64,9 @@ def read_precision(others: dict[str, Given], out: Translation) -> None:
 
 
 def read_intervals(others: dict[str, Given], out: Translation) -> None:
-    """Read `checkpoint_factor` and `lr_decay_fraction`.
-
-    `checkpoint_factor` is GPT-NeoX's name for `save_interval`. `lr_decay_fraction` gives
-    `lr_decay_iters` as a fraction of `train_iters`.
-    """
+    """Translate GPT-NeoX's other keys for two intervals of steps."""
+    # `checkpoint_factor` is GPT-NeoX's name for `save_interval`. `lr_decay_fraction` gives
+    # `lr_decay_iters` as a fraction of `train_iters`.
     factor, interval = others.get("checkpoint_factor"), out.given.get("save_interval")
     if factor and interval and factor.value != interval.value:
         text = f"{show(factor.value)}, but save_interval at {interval.mark} is "
@@ -89,12 +86,13 @@ def read_intervals(others: dict[str, Given], out: Translation) -> None:
 
 
 def _is_sane(value: Any) -> bool:
-    """Return whether the value is a number from -1e18 to 1e18. Arithmetic with it cannot fail."""
+    """Return whether the value is a number from -1e18 to 1e18."""
+    # Arithmetic with it cannot fail.
     return is_number(value) and abs(value) < 1e18
 
 
 def read_width(others: dict[str, Given], out: Translation) -> None:
-    """Read `expansion_factor`, which sets intermediate_size as a multiple of hidden_size."""
+    """Set `intermediate_size` from `expansion_factor`, which is a multiple of `hidden_size`."""
     given, size = others.get("expansion_factor"), out.given.get("intermediate_size")
     hidden = out.given.get("hidden_size")
     if not given:
@@ -109,11 +107,9 @@ def read_width(others: dict[str, Given], out: Translation) -> None:
 
 
 def read_vocabulary(out: Translation) -> None:
-    """Make `make_vocab_size_divisible_by` a multiple of `model_parallel_size`.
-
-    The new value is the least common multiple of these two keys' values. If the new value differs
-    from the old one, add a note to `out`.
-    """
+    """Make `make_vocab_size_divisible_by` a multiple of `model_parallel_size`."""
+    # The new value is the least common multiple of these two keys' values. If the new value differs
+    # from the old one, a note is added to `out`.
     key = "make_vocab_size_divisible_by"
     ranks, given = out.given.get("model_parallel_size"), out.given.get(key)
     multiple = given.value if given else ModelConfig.model_fields[key].default
@@ -129,10 +125,8 @@ def read_vocabulary(out: Translation) -> None:
 
 
 def read_attention(others: dict[str, Given], out: Translation) -> None:
-    """Check that `attention_config` gives every layer attention over the full sequence.
-
-    If not, add a problem to `out`.
-    """
+    """Check that `attention_config` gives every layer attention over the full sequence."""
+    # If not, a problem is added to `out`.
     given = others.get("attention_config")
     if not given:
         return
@@ -192,11 +186,8 @@ def read_curriculum(others: dict[str, Given], out: Translation) -> None:
 
 
 def note_dape(out: Translation) -> None:
-    """Add a note if `pos_emb` is `kerple`, the name of `kerple_log` in DAPE's code.
-
-    The note warns that DAPE trains separate parameters in each layer, whereas here all layers share
-    the parameters by default.
-    """
+    """Add a note that DAPE's `kerple` has separate parameters in each layer."""
+    # `kerple` is DAPE's name of `kerple_log`. Here, all layers share the parameters by default.
     given = out.given.get("pos_emb")
     if given and "kerple" in re.split(r"\W+", str(given.value).lower()):
         out.notes.append(

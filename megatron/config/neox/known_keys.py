@@ -39,10 +39,9 @@ def _members(group: str) -> set[str]:
 
 
 def unknown_name(key: str) -> str:
-    """Return the name under which an unknown dotted `key` is reported.
-
-    If the part before the first dot is a known key, return `key`. Otherwise, return only this part.
-    """
+    """Return the name under which an unknown dotted `key` is reported."""
+    # If the part before the first dot is a known key, return `key`. Otherwise, return only this
+    # part.
     top = key.partition(".")[0]
     return key if top in _TOP_LEVEL else top
 

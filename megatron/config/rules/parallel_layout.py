@@ -17,20 +17,18 @@ _DEGREES = ("pipe_parallel_size", "model_parallel_size", "context_parallel_size"
 
 
 def factors(values: Values) -> str:
-    """Format the degrees of parallelism as a product, for error messages.
+    """Return the degrees of parallelism as the text of a product, for error messages.
 
-    For example, `pipe_parallel_size 1 x model_parallel_size 2`. Context parallelism is included
-    only if its degree is above 1.
+    For example, `pipe_parallel_size 1 x model_parallel_size 2`.
     """
+    # Context parallelism is included only if its degree is above 1.
     named = [f"{name} {values[name]}" for name in _DEGREES]
     return " x ".join(named if values["context_parallel_size"] > 1 else named[:2])
 
 
 def derive_data_parallel_size(values: Values) -> Iterator[Found]:
-    """Set `data_parallel_size` in `values`. If that is impossible, yield the reason.
-
-    The product of the other degrees of parallelism must divide the number of processes.
-    """
+    """Set `data_parallel_size` in `values`. If that is impossible, yield the reason."""
+    # The product of the other degrees of parallelism must divide the number of processes.
     values.pop("data_parallel_size", None)  # the default
     if any(name not in values for name in _DEGREES):
         return

@@ -17,8 +17,8 @@ _RELATIONS: list[tuple[tuple[str, ...], bool, Relation]] = []
 def relation(*names: str, unset: bool = False) -> Callable[[Relation], Relation]:
     """Return a decorator that registers a function as a rule for the fields `names`.
 
-    The function takes the values of these fields. If the values do not fit together, the function
-    returns (field name, error message), otherwise None.
+    The function takes the values of these fields. It returns None if they fit together, otherwise
+    (field name, error message).
 
     Args:
         names: The fields. Without names, they are the fields that the function's parameters name.

@@ -33,11 +33,10 @@ from megatron.config.theta_fields import ThetaFrozen
 
 
 class BatchConfig(Section):
-    """The batch sizes, in sequences, and the number of gradient accumulation steps.
+    """The batch sizes, in sequences, and the number of gradient accumulation steps."""
 
-    train_batch_size = train_micro_batch_size_per_gpu x gradient_accumulation_steps x
-    data_parallel_size.
-    """
+    # train_batch_size = train_micro_batch_size_per_gpu x gradient_accumulation_steps x
+    # data_parallel_size.
 
     train_batch_size: Positive = DERIVED  # sequences in a step, of all processes
     train_micro_batch_size_per_gpu: Positive = DERIVED  # sequences that one process reads at once

@@ -43,8 +43,9 @@ class Limits:
     Attributes:
         document_bytes: The largest size of one document or record, in bytes of text.
         expansion: The largest ratio of the decompressed size of an input to its compressed size.
-            An input that expands to at most 64 MiB is always accepted.
     """
+
+    # An input that expands to at most 64 MiB is always accepted.
 
     document_bytes: int = 1 << 30
     expansion: float = 200.0
@@ -55,8 +56,7 @@ class Place:
     """The position of a reader in its input, and the number of bytes decompressed so far.
 
     Attributes:
-        name: `file`, `file:record`, `file!member` or `file!member:record`. A member is a file
-            inside an archive. Records are numbered from 1.
+        name: The position for error messages, such as `file:record` or `archive!file:record`.
         limits: The limits that the input must not exceed.
         size: The number of bytes of the input, or 0 if it is unknown. An input of unknown size may
             expand without limit.
@@ -64,6 +64,11 @@ class Place:
             archive counts twice.
         records: The number of records read so far, in a table.
     """
+
+    # `name` is `file`, `file:record`, `file!member` or `file!member:record`. A member is a file
+    # inside an archive. Records are numbered from 1. `records` counts in a table or an archive of
+    # lm_dataformat. An input of unknown size may expand without limit. A compressed file inside a
+    # compressed archive counts twice.
 
     name: str
     limits: Limits = Limits()
@@ -87,10 +92,13 @@ class Place:
             )
 
     def check_size(self, size: int) -> None:
-        """Check that a document or record may have `size` bytes.
+        """Check the size of a document or record.
+
+        Args:
+            size: The size in bytes.
 
         Raises:
-            Fault: `size` is larger than `limits.document_bytes`.
+            Fault: The size is above the limit.
         """
         if size > self.limits.document_bytes:
             raise Fault(
@@ -103,7 +111,7 @@ class Place:
         """Return the rest of `stream`, which is one document.
 
         Raises:
-            Fault: The document is larger than `limits.document_bytes`.
+            Fault: The document is larger than the limit.
         """
         pieces, size = [], 0
         while piece := stream.read(_PIECE):
@@ -118,15 +126,17 @@ class Chunk:
     """A piece of an input. It contains one of three things: JSON lines, documents, or a fault.
 
     Attributes:
-        where: The path of the input, or of the archive member.
+        where: The path of the input, for error messages.
         first: The line number of the first line, counted from the start of the input.
         lines: Complete lines, one JSON record each.
         texts: A pair (place, content) for each document. Error messages name the place.
         fault: The reason why the input could not be read further, or None.
-        position: The number of bytes of the input that were read when the chunk was complete.
+        position: The number of bytes of the input up to the end of the chunk.
         source: The index of the input in the list of inputs.
         number: The number of the chunk in its input, from 1.
     """
+
+    # `where` may also name an archive member.
 
     where: str
     first: int = 1
@@ -139,16 +149,17 @@ class Chunk:
 
 
 def line_chunks(stream: io.BufferedReader, place: Place) -> Iterator[Chunk]:
-    """Yield chunks of complete lines from `stream`. The last line may lack its line feed.
+    """Yield chunks of complete lines from `stream`.
 
     Args:
-        place: The place of the stream. If the stream is damaged in line 7, ":7" is appended to
-            `place.name`.
+        place: The position of the stream, for error messages.
 
     Raises:
-        Fault: A line is longer than `place.limits.document_bytes`.
+        Fault: A line is longer than the limit.
         Exception: The stream is damaged. The lines before the damage are yielded first.
     """
+    # The last line may lack its line feed. If the stream is damaged in line 7, ":7" is appended to
+    # `place.name`. The limit is `place.limits.document_bytes`.
     held: list[bytes] = []
     held_bytes, first, error, where = 0, 1, None, place.name
     while error is None:
@@ -185,13 +196,13 @@ def text_chunks(texts: Iterable[tuple[str, bytes]], where: str) -> Iterator[Chun
 
 
 def batches(items: Iterable[T], size_of: Callable[[T], int]) -> Iterator[list[T]]:
-    """Yield the items in lists of about `CHUNK_BYTES` bytes and at most `MAX_TEXTS` items.
-
-    If `items` raises an error, yield the items before it as a last list, then raise the error.
+    """Yield the items in lists of limited size.
 
     Args:
         size_of: The function that returns the size of an item in bytes.
     """
+    # A list has about `CHUNK_BYTES` bytes and at most `MAX_TEXTS` items. If `items` raises an
+    # error, the items before it are yielded as a last list, and then the error is raised.
     batch: list[T] = []
     size = 0
     try:
@@ -211,19 +222,19 @@ def batches(items: Iterable[T], size_of: Callable[[T], int]) -> Iterator[list[T]
 
 @contextmanager
 def foreign_bytes(place: Place, message: str = "is truncated or damaged") -> Iterator[None]:
-    """Replace an error of a foreign library in the `with` block by a `Fault`.
-
-    The text of the `Fault` is `place.name`, then `message`, then the text of the library's error.
+    """Replace an error of a library in the `with` block by a `Fault` that names the input.
 
     Args:
         place: The position of the reader.
         message: What is wrong with the input.
 
     Raises:
-        Fault: The block raised an error that is neither a DataError nor a MemoryError.
+        Fault: The library raised an error.
         DataError: The block raised this error, which passes unchanged.
-        CorpusError: The block raised a MemoryError.
+        CorpusError: The machine has too little memory.
     """
+    # The text of the `Fault` is `place.name`, then `message`, then the text of the library's error.
+    # A MemoryError becomes a CorpusError.
     try:
         yield
     except Exception as error:  # the libraries raise more types than they document
@@ -239,10 +250,10 @@ def foreign_bytes(place: Place, message: str = "is truncated or damaged") -> Ite
 
 
 def positioned(chunks: Iterable[Chunk], position: Callable[[], int]) -> Iterator[Chunk]:
-    """Set the attribute `position` of each chunk to `position()`, and yield the chunk.
+    """Yield the chunks with their attribute `position` set.
 
     Args:
-        position: Returns the number of bytes of the input that were read so far.
+        position: A function that returns the number of bytes read so far.
     """
     for chunk in chunks:
         chunk.position = position()

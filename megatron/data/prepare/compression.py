@@ -82,14 +82,13 @@ def decompressed(
 ) -> io.BufferedReader:
     """Return the decompressed content of `source` as a buffered stream.
 
-    A read from this stream returns fewer bytes than requested only at the end of the stream.
-
     Args:
-        name: The name of the file. Its suffix determines the compression. If the suffix is unknown,
-            the content of `source` is returned unchanged.
-        count: A function that is called with the number of bytes that each read produced. It may
-            raise an error, for example if the total is too large.
+        name: The name of the file. Its suffix determines the compression.
+        count: A function that is called with the number of bytes that each read produced.
     """
+    # A read from this stream returns fewer bytes than requested only at the end of the stream. If
+    # the suffix is unknown, the content of `source` is returned unchanged. `count` may raise an
+    # error, for example if the total is too large.
     stream, suffix = cast(Any, source), Path(name.lower()).suffix
     if suffix in _OPEN:
         stream = _OPEN[suffix](stream)

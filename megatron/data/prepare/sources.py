@@ -61,10 +61,8 @@ class Source:
     paths: list[str] = field(default_factory=list)
 
     def identity(self) -> list:
-        """Return a JSON value that identifies the input and changes when the input changes.
-
-        The value contains a hash of the names, sizes and modification times of the input's files.
-        """
+        """Return a JSON value that identifies the input and changes when the input changes."""
+        # The value contains a hash of the names, sizes and modification times of the input's files.
         found, paths = hashlib.sha256(), self.paths or [self.path]
         if os.path.isdir(self.path) and not self.paths:  # then `datasets` wrote this folder
             paths = sorted(str(path) for path in Path(self.path).rglob("*"))
@@ -76,7 +74,7 @@ class Source:
 
 
 def kind_of(name: str) -> str | None:
-    """Return the kind ("jsonl", ...) of the file `name`, or None if its suffix is unknown."""
+    """Return the kind of the file `name`, such as "jsonl", or None if its suffix is unknown."""
     path = Path(name.lower())
     compressed = path.suffix in COMPRESSIONS
     kind = KINDS.get(path.with_suffix("").suffix if compressed else path.suffix)

@@ -23,18 +23,18 @@ def eval_sequences(
 ) -> np.ndarray:
     """Cut documents into n evaluation sequences, int64 [n, length + 1].
 
-    The last token of a sequence is also the first token of the next sequence. The number n is as
-    large as the documents and `max_tokens` allow.
+    The last token of a sequence is also the first token of the next sequence.
 
     Args:
         documents: (start, end). The range includes document `start` and excludes document `end`.
         length: The number of targets in a sequence.
-        max_tokens: The largest allowed value of n * length, the number of targets in all sequences.
-            To compare several lengths on the same targets, pass the return value of `eval_span`.
+        max_tokens: The largest number of targets in all sequences together.
 
     Raises:
         ShardError: The documents are too short for one sequence.
     """
+    # The number n is as large as the documents and `max_tokens` allow. To compare several lengths
+    # on the same targets, pass the return value of `eval_span`.
     row = tokens_of(shards, documents)
     n = min(max_tokens, len(row) - 1) // length
     if n < 1:
@@ -54,13 +54,15 @@ def eval_span(
 ) -> int:
     """Return how many targets to evaluate, so that all sequence lengths get the same targets.
 
-    The result is the largest common multiple of `lengths` that exceeds neither `max_tokens` nor the
-    number of targets in the documents. If every common multiple is too large, the result is the
-    largest multiple of max(lengths) within these limits. This multiple may be 0.
+    The result is the largest common multiple of `lengths` that the limits allow.
 
     Args:
         documents: (start, end). The range includes document `start` and excludes document `end`.
+        lengths: The numbers of targets in a sequence.
+        max_tokens: The largest number of targets. The documents are the other limit.
     """
+    # If every common multiple is too large, the result is the largest multiple of max(lengths)
+    # within the limits. This multiple may be 0.
     available = max(0, min(max_tokens, len(tokens_of(shards, documents)) - 1))
     multiple = math.lcm(*lengths)
     if available >= multiple:

@@ -17,8 +17,8 @@ from megatron.data.tasks.base import ASKED, Example, Task, numbers, option, ques
 class Parity(Task):
     """The task of computing the parity of n bits, which is the number of ones modulo 2.
 
-    By default, the answer is the parity of all n bits. If `steps` is true, the answer has n tokens,
-    and token i is the parity of the first i bits.
+    Attributes:
+        steps: Whether the answer has n tokens: token i is the parity of the first i bits.
     """
 
     name = "parity"
@@ -38,9 +38,11 @@ class Parity(Task):
 class Modular(Task):
     """The task of computing an expression of n numbers with `+`, `-` and `*`, modulo `modulus`.
 
-    The operations are done from left to right, without precedence. By default, the answer is the
-    final value. If `steps` is true, the answer has n tokens, and token i is the value of the first
-    i numbers.
+    The operations are done from left to right, without precedence.
+
+    Attributes:
+        modulus: The modulus.
+        steps: Whether the answer has n tokens: token i is the value of the first i numbers.
     """
 
     name = "modular"
@@ -67,9 +69,11 @@ class Modular(Task):
 class Addition(Task):
     """The task of adding two numbers of n digits. The answer is the sum, written with n + 1 digits.
 
-    If `reverse` is true, all three numbers are written with the last digit first. This order is
-    easier, because the carries then run in the direction of writing.
+    Attributes:
+        reverse: Whether all three numbers are written with the last digit first.
     """
+
+    # The reverse order is easier, because the carries then run in the direction of writing.
 
     name = "addition"
     base: int = option(10, least=2)

@@ -14,9 +14,10 @@ class Recall(Task):
     """The task of recalling values by their keys.
 
     An example first lists n pairs (key, value). It then lists the same pairs in a random order,
-    where each value is an answer. The n keys are all different, so n is at most `keys`. Values may
-    occur several times.
+    where each value is an answer. The n keys are all different.
     """
+
+    # Therefore n is at most `keys`. Values may occur several times.
 
     name = "mqar"
     keys: int = option(64)

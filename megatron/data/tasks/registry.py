@@ -19,7 +19,10 @@ TASKS: dict[str, type[Task]] = {
 
 
 def build_task(name: str, options: Mapping[str, Any]) -> Task:
-    """Build the task `name`. Options that are not in `options` have their default values.
+    """Build the task `name`.
+
+    Args:
+        options: The values of the task's options. Other options have their default values.
 
     Raises:
         TaskError: There is no such task or option, or the value of an option is not allowed.

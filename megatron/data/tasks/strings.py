@@ -28,7 +28,7 @@ class _Rearranged(Task):
 
     @abstractmethod
     def rearranged(self, drawn: list[int]) -> list[int]:
-        """Return the symbols of the answer to the question `drawn`, a row of symbols."""
+        """Return the answer for the symbols `drawn` of a question."""
 
 
 @dataclass(frozen=True)

@@ -41,12 +41,12 @@ def import_checkpoint(source: Path, target: Path, *, summed_biases: bool) -> Pub
     Args:
         source: The published checkpoint's folder, `global_stepN`.
         target: The run folder, in which the new checkpoint becomes a subfolder `global_stepN`.
-        summed_biases: Whether the model was trained with `gpt_j_residual`. If so, the biases of a
-            row-parallel layer differ between the tensor-parallel ranks, and the import adds them.
+        summed_biases: Whether the model was trained with GPT-NeoX's `gpt_j_residual`. Such a model
+            has another bias of a row-parallel layer on each rank, and the import adds them.
 
     Raises:
         CheckpointError: `target` already has a checkpoint of this step, or `source` is not
-            complete. The error message lists every problem of an incomplete `source`.
+            complete. The error message lists every problem of `source`.
     """
     found = read(source, summed_biases=summed_biases)
     if found.problems:
@@ -69,8 +69,8 @@ def export_checkpoint(source: Path, target: Path, *, parts: int | None = None) -
         The new folder, `target/global_stepN`.
 
     Raises:
-        CheckpointError: `source` has no checkpoint, `target` already has the new folder, or
-            the model is supported neither by the released KERPLE code nor by gpt-neox since 2024.
+        CheckpointError: `source` has no checkpoint, `target` already has the new folder, or no
+            version of GPT-NeoX supports the model.
     """
     saved = require_newest(source)
     weights, (buffers, shards) = saved.weights(), saved.imported_tensors()
@@ -112,10 +112,8 @@ def export_checkpoint(source: Path, target: Path, *, parts: int | None = None) -
 def _placed(
     shape: Shape, weights: dict[str, Tensor], buffers: dict[str, Tensor]
 ) -> dict[tuple[int, str], Tensor]:
-    """Return a dict from (position in GPT-NeoX's pipeline, GPT-NeoX's name) to unsharded tensor.
-
-    As in GPT-NeoX, every transformer block has its own entries for the positional embedding.
-    """
+    """Return a dict from (pipeline position, GPT-NeoX's name) to unsharded tensor."""
+    # As in GPT-NeoX, every transformer block has its own entries for the positional embedding.
     placed = {}
     in_all_blocks = dict(buffers)
     for name, tensor in weights.items():
@@ -136,15 +134,11 @@ def _write_layers(
     placed: dict[tuple[int, str], Tensor],
     imported_shards: dict[str, list[Tensor]],
 ) -> None:
-    """Write the weights to the files `layer_XX-model_YY-model_states.pt` in `folder`.
-
-    XX is the position in GPT-NeoX's pipeline, and YY is the tensor-parallel rank.
-
-    Args:
-        placed: Maps (position in GPT-NeoX's pipeline, GPT-NeoX's name) to the unsharded tensor.
-        imported_shards: Maps "position.name" to a tensor's shards. If there are `shape.parts`
-            shards, these are written, and the tensor is not split again.
-    """
+    """Write the model's weights to GPT-NeoX's layer files in `folder`."""
+    # The files are `layer_XX-model_YY-model_states.pt`: XX is the position in GPT-NeoX's pipeline,
+    # and YY the tensor-parallel rank. `placed` maps (position, GPT-NeoX's name) to the unsharded
+    # tensor. `imported_shards` maps "position.name" to the shards of an imported tensor, which are
+    # written as they are if there are `shape.parts` of them.
     dtype = placed[0, "word_embeddings.weight"].dtype
     files: dict[str, dict[str, Tensor]] = defaultdict(dict)
     for (index, name), tensor in placed.items():
@@ -161,11 +155,9 @@ def _write_layers(
 
 
 def _write_counters(folder: Path, shape: Shape, step: int, state: dict[str, Any]) -> None:
-    """Write the step and other counters to the files `mp_rank_YY_model_states.pt`.
-
-    YY is the tensor-parallel rank. The files contain no optimizer state, so GPT-NeoX loads them
-    only with `no_load_optim: true`.
-    """
+    """Write the step and the other counters of the run to GPT-NeoX's state files."""
+    # The files are `mp_rank_YY_model_states.pt`, where YY is the tensor-parallel rank. They contain
+    # no optimizer state, so GPT-NeoX loads them only with `no_load_optim: true`.
     counters = {"iteration": step, "global_steps": step, "global_samples": 0, "skipped_steps": 0}
     sizes = {"dp_world_size": 1, "mp_world_size": shape.parts}
     absent = {"module": None, "optimizer": None, "csr_tensor_module_names": set()}

@@ -24,8 +24,8 @@ def connect(patience: float = 0.0, opens: bool = False) -> Store:
     """Open a new connection to the job's key-value store and return it.
 
     Args:
-        patience: The seconds during which this call tries again if it cannot connect.
-        opens: Whether this call creates the store in this process.
+        patience: The seconds during which a failed connection is tried again.
+        opens: Whether this process holds the store, which this call then creates.
 
     Raises:
         ConnectionRefusedError: No process holds the store.

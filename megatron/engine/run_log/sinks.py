@@ -29,7 +29,7 @@ Row = Mapping[str, Any]
 
 
 class TensorBoard:
-    """Event files for TensorBoard in one folder. Call `restart` before any other method.
+    """TensorBoard's event files in one folder. Call `restart` before any other method.
 
     Args:
         folder: The folder of the run's event files, created if it does not exist.
@@ -96,15 +96,17 @@ class Wandb:
     """A run of Weights & Biases.
 
     Args:
-        folder: The folder for wandb's files and `wandb_id`; None is wandb's default folder.
-        settings: The config section with `wandb_project`, `wandb_team` and so on. For a key without
-            a value, wandb's default is used.
+        folder: The folder for wandb's files; None is wandb's default folder.
+        settings: The config section with `wandb_project`, `wandb_team` and so on.
         config: The resolved flat configuration, which wandb shows with the run.
         append: Whether to continue the online run that `folder` records.
 
     Raises:
         RunLogError: Weights & Biases could not be started.
     """
+
+    # For a key without a value, wandb's default is used. The file `wandb_id` in `folder` records
+    # the run.
 
     def __init__(self, folder: Path | None, settings: LoggingConfig, config: Row, append: bool):
         import wandb

@@ -38,16 +38,19 @@ def train_step(
     hooks: Sequence[Hook] = (),
     counting: Counting = ALL_TARGETS,
 ) -> tuple[torch.Tensor, float | torch.Tensor | None]:
-    """Take one optimizer step, on the next `accumulation` micro-batches.
+    """Take one optimizer step.
 
     Args:
-        hooks: The hooks that may change the loss of the last micro-batch. A pipeline ignores them.
-        counting: The targets that count in the loss.
+        batches: This rank's micro-batches.
+        accumulation: The number of micro-batches in the step.
+        hooks: The hooks that may change the loss of the last micro-batch.
+        counting: The rules for averaging the losses.
 
     Returns:
-        This rank's loss (a 0-d tensor), and the L2 norm of the gradient before clipping. The loss
-        of the step is the mean of this loss over the data-parallel ranks.
+        This rank's loss (a 0-d tensor), and the L2 norm of the gradient before clipping.
     """
+    # The loss of the step is the mean of this rank's loss over the data-parallel ranks. A pipeline
+    # ignores the hooks.
     micro_batches = next_batches(batches, accumulation, groups, counting)
     if isinstance(engine, PipelineEngine):
         # A pipeline's last stage gets the divisor beside the targets.
@@ -86,7 +89,7 @@ class TrainingLoop:
         hooks: The hooks, in the order in which they are called after a step.
         state: The state of the hooks, from the checkpoint that the run resumes from. Empty in a new
             run.
-        counting: The targets that count in the loss.
+        counting: The rules that say which targets count in the loss.
     """
 
     config: Config
@@ -104,22 +107,23 @@ class TrainingLoop:
             hook.load_state(state)
 
     def run(self, batches: TrainLoader, first_step: int) -> None:
-        """Take the steps after `first_step`, up to step `train_iters`.
+        """Take the steps after `first_step`, up to the config's last step.
 
-        The loop ends earlier after a step that is a multiple of `exit_interval`. It also ends
-        earlier if a signal or the time limit ends the job (see `preemption`).
+        A signal or a limit of time or steps may end the loop earlier.
 
         Args:
             batches: This rank's micro-batches of B sequences with T targets, int64 [B, T + 1].
             first_step: The number of steps that were taken before.
 
         Raises:
-            BadLossError: The loss, the gradient or a weight is not finite, or the loss is a spike,
-                and the run does not skip such steps. No checkpoint is written then.
+            BadLossError: A step was bad, and the run does not skip such steps. A step is bad if its
+                loss, its gradient or a weight is not finite, or if its loss is a spike. No
+                checkpoint is written then.
             DivergedError: Too many steps in a row were skipped.
-            Leave: The run resumed with a validation that was still due, and the job must end during
-                this validation.
+            Leave: The job must end during a validation that an earlier job left to this one.
         """
+        # The last step is `train_iters`, or a step that is a multiple of `exit_interval`, or the
+        # step after which `preemption` ends the job.
         training = self.config.training
         self.engine.train()
         with ExitStack() as stack:

@@ -60,9 +60,10 @@ class Meter:
     def state(self) -> dict[str, Any]:
         """Return the number of counted steps, and each data-parallel rank's sum of losses.
 
-        From these JSON values, a resumed run computes the same mean as an uninterrupted run, bit
-        for bit. Every rank must call this method.
+        Every rank must call this method.
         """
+        # From these JSON values, a resumed run computes the same mean as an uninterrupted run, bit
+        # for bit.
         if not self.steps:
             return {}
         mine = (self.groups.data_rank, self._total.item())

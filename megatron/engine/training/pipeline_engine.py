@@ -70,10 +70,8 @@ def loss_function(engine: deepspeed.DeepSpeedEngine, groups: Groups) -> LossFn:
 
 
 def never_compiled(function: Callable[P, R]) -> Callable[P, R]:
-    """Decorate `function` so that a model compiled by `torch.compile` runs uncompiled in it.
-
-    The config key `torch_compile` is for training steps, whose shapes stay the same.
-    """
+    """Decorate `function` so that a model inside it runs without `torch.compile`."""
+    # The config key `torch_compile` is for training steps, whose shapes stay the same.
 
     @wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> R:
@@ -96,14 +94,14 @@ def loss_of_batches(
 ) -> float:
     """Return the mean loss over the next `count` micro-batches of every data-parallel rank.
 
-    If `counting.per_token` is true, all targets that count have the same weight in the mean.
-    Otherwise, all micro-batches have the same weight. Every rank must call this function, and every
-    rank gets the same result.
+    Every rank must call this function, and every rank gets the same result.
 
     Args:
         batches: This rank's micro-batches of B sequences with T targets, int64 [B, T + 1].
-        counting: The targets that count in the loss.
+        counting: The rules that say which targets count in the loss, and with which weight.
     """
+    # If `counting.per_token` is true, all targets that count have the same weight in the mean.
+    # Otherwise, all micro-batches have the same weight.
     engine.eval()
     loss_fn = loss_function(engine, groups)
     # Sums of the losses and of their weights; fp32 cannot count beyond 2^24 targets.

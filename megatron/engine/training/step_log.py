@@ -28,11 +28,9 @@ STEEP = 3.0
 
 @dataclass
 class StepLog(Hook):
-    """Logs the mean loss since the last log line, the speed, and theta.
+    """Logs the mean loss since the last log line, the speed, and the position parameters."""
 
-    Theta contains the learned parameters of the positional embedding. Skipped steps do not count in
-    the mean loss.
-    """
+    # These parameters are called theta. Skipped steps do not count in the mean loss.
 
     config: Config
     engine: deepspeed.DeepSpeedEngine
@@ -55,14 +53,13 @@ class StepLog(Hook):
         self._start = time.monotonic()
 
     def after_step(self, step: Step) -> None:
-        """Add the step to the mean loss. After every `log_interval` steps, write a log line.
-
-        The loss must be finite at each log line. The loss and all weights must be finite at each
-        checkpoint.
+        """Add the step to the mean loss. At the end of each log interval, write a log line.
 
         Raises:
             BadLossError: The loss or a weight is not finite.
         """
+        # The loss must be finite at each log line. The loss and all weights must be finite at each
+        # checkpoint.
         if step.good:
             self._meter.add(step.loss)
         self._compilations.after_step()
@@ -76,11 +73,12 @@ class StepLog(Hook):
             self._meter.reset()
 
     def _finite_loss(self, step: Step) -> float:
-        """Return the mean loss since the last log line over all ranks, without skipped steps.
+        """Return the mean loss since the last log line over all ranks.
 
         Raises:
             BadLossError: The loss is not finite, and the training is not in fp16.
         """
+        # Skipped steps do not count.
         steps, mean = self._meter.steps, self._meter.mean()
         # In fp16 training, DeepSpeed skips steps with a loss or gradient that is not finite.
         if steps and not math.isfinite(mean) and self.config.training.precision != "fp16":

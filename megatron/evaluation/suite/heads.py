@@ -32,10 +32,8 @@ SEQUENCES, LONGEST, QUERIES = 8, 4096, 128
 
 @torch.no_grad()
 def heads(subject: Subject, sample: Sample) -> list[Measure]:
-    """Measure where each head attends. Return a summary of all heads and a measure for each layer.
-
-    The list is empty if the model has no attention layers of this project.
-    """
+    """Measure where each head attends. Return a measure of all heads and one for each layer."""
+    # The list is empty if the model has no attention layers of this project.
     layers = [each for each in subject.model.modules() if isinstance(each, SelfAttention)]
     if not layers:
         return []
@@ -72,13 +70,13 @@ def _summary(by_layer: list[np.ndarray], documents: np.ndarray) -> Measure:
 def _layer(documents: np.ndarray, numbers_nHX: np.ndarray, layer: int) -> Measure:
     """Return the share of one layer's attention by distance, for each head.
 
-    The distance is the number of tokens back, where the query's own token is 1.
-
     Args:
-        documents: [n], the document of each sequence.
-        numbers_nHX: The numbers that `_watch` stored for n sequences and H heads.
+        documents: The document of each sequence, [n].
+        numbers_nHX: The statistics of each sequence and head.
         layer: The number of the layer.
     """
+    # The distance is the number of tokens back, where the query's own token is 1. `numbers_nHX`
+    # comes from `_watch`.
     rows = [
         Row({"tokens_back": 2**place, "head": head}, mean_of(mass_nD[:, [place]], documents))
         for head, mass_nD in enumerate(numbers_nHX[:, :, 2:].swapaxes(0, 1))
@@ -92,11 +90,9 @@ def _watch(
     attend: Callable[..., Tensor], numbers: list[Tensor], q_BHTE: Tensor, k_BKSE: Tensor,
     v_BKSE: Tensor, pos: Any, theta_HN: Tensor | None = None, **given: Any,
 ) -> Tensor:  # fmt: skip
-    """Call `attend` on one sequence, and append statistics of its attention to `numbers`.
-
-    The statistics are a tensor [H heads, 2 + bins]: the attention to the first token and to a
-    sink's null key, the entropy in nats, and the attention in each bin of distances.
-    """
+    """Call an attention function on one sequence, and append statistics to `numbers`."""
+    # The statistics are a tensor [H heads, 2 + bins]: the attention to the first token and to a
+    # sink's null key, the entropy in nats, and the attention in each bin of distances.
     size = k_BKSE.shape[2]
     start = max(0, size - QUERIES)
     # Attention to values that are the unit vectors gives the probabilities themselves.

@@ -30,10 +30,8 @@ WORDS = (
 
 
 def ruler(subject: Subject, sample: Sample, tokenizer: Tokenizer) -> Measure:
-    """Measure whether the model answers RULER's questions, in texts of two lengths.
-
-    The lengths are the shortest with at least `SHORTEST` tokens, and the longest.
-    """
+    """Measure whether the model answers RULER's questions, in texts of two lengths."""
+    # The lengths are the shortest with at least `SHORTEST` tokens, and the longest.
     lengths = [length for length in sample.lengths if length >= SHORTEST]
     cells = [
         recall.Cell({"length": length, "task": name}, partial(draw, tokenizer))
@@ -69,10 +67,8 @@ def _values(tokenizer: Tokenizer, rng: np.random.Generator) -> recall.Puzzle:
 
 
 def _tracking(tokenizer: Tokenizer, rng: np.random.Generator) -> recall.Puzzle:
-    """Draw a puzzle with two chains of assignments such as a = 12345, b = a, c = b.
-
-    The statements of the two chains alternate. The question is about one chain's last variable.
-    """
+    """Draw a puzzle with two chains of assignments such as a = 12345, b = a, c = b."""
+    # The statements of the two chains alternate. The question is about one chain's last variable.
     chains = rng.choice(WORDS, (2, 3), replace=False)
     facts = [_set(tokenizer, chain[0], rng.integers(10**4, 10**5)) for chain in chains]
     facts += [_set(tokenizer, chain[i], chain[i - 1]) for i in (1, 2) for chain in chains]
