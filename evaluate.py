@@ -24,11 +24,10 @@ TASKS = "--eval_tasks TASK ... (or `eval_tasks` in the config)"
 
 
 def main() -> int:
-    """Evaluate the checkpoint that the command line names.
+    """Evaluate the checkpoint that the command line names, and return the exit code.
 
-    Returns:
-        The exit code: 0 on success, 2 for a config error, 1 for another error that the user can
-        fix.
+    The exit code is 0 on success, 2 for a config error and 1 for any other error that the user can
+    fix.
     """
     parser = config_parser(__doc__)
     parser.add_argument("--load", type=Path, help="run folder (default: the config's load or save)")
@@ -94,9 +93,11 @@ def require_writable(out):
 
 
 def asked(args):
-    """Return the options of the command line as config overrides."""
-    # If `--lengths` or `--eval_tasks` is given, both `eval_lengths` and `eval_tasks` of the config
-    # are replaced. A key whose option is not given becomes an empty list.
+    """Return the options of the command line as config overrides.
+
+    If `--lengths` or `--eval_tasks` is given, both `eval_lengths` and `eval_tasks` of the config
+    are replaced. A key whose option is not given becomes an empty list.
+    """
     prefix = args.eval_results_prefix
     overrides = [f"eval_results_prefix={json.dumps(prefix)}"] if prefix else []
     if args.lengths or args.eval_tasks:
@@ -106,15 +107,17 @@ def asked(args):
 
 
 def suite_lengths(config):
-    """Return config overrides with lengths from 1 to 16 times the training length."""
+    """Return config overrides with the suite's lengths, 1 to 16 times the training length."""
     lengths = [config.model.seq_length * 2**power for power in range(5)]
     print(f"no lengths are given: measuring {', '.join(map(str, lengths))}", flush=True)
     return f"eval_lengths={lengths}", f"eval_tokens={max(config.evaluation.eval_tokens, *lengths)}"
 
 
 def score_tasks(args, load, out, overrides):
-    """Score the config's tasks, and write the results to a JSON file."""
-    # The file is in the folder `out`, unless `eval_results_prefix` gives the start of its path.
+    """Score the config's tasks, and write the results to a JSON file.
+
+    The file is in the folder `out`, unless `eval_results_prefix` gives the start of its path.
+    """
     config = load_for_use_or_exit(args, load, *overrides)
     name = f"eval_results_{datetime.now():%m-%d-%Y-%H-%M-%S}.json"
     prefix = config.evaluation.eval_results_prefix

@@ -18,7 +18,8 @@ VARIABLES = {"OMP_WAIT_POLICY", "GOMP_SPINCOUNT"}
 def choose_waiting() -> None:
     """Let threads spin `SPIN` times, unless the environment says how they wait.
 
-    This must run before torch is imported.
+    This must run before torch is imported, because its OpenMP library (GCC's) reads the variables
+    then.
     """
     if not VARIABLES & set(os.environ):
         os.environ.update(OMP_WAIT_POLICY="PASSIVE", GOMP_SPINCOUNT=str(SPIN))
@@ -31,10 +32,12 @@ def described_waiting() -> str:
 
 
 def keep_memory() -> None:
-    """Let the process keep freed memory, instead of returning it to the system."""
-    # The next training step then reuses this memory, without a page fault for every 4 kB. The peak
-    # memory stays the same. The function sets two thresholds of glibc's `malloc` to their largest
-    # values. It does nothing with other C libraries.
+    """Let the process keep freed memory, instead of returning it to the system.
+
+    The next training step then reuses this memory, without a page fault for every 4 kB. The peak
+    memory stays the same. The function sets two thresholds of glibc's `malloc` to their largest
+    values. It does nothing with other C libraries.
+    """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:
         trim_threshold, mmap_threshold = -1, -3  # of malloc.h

@@ -24,15 +24,16 @@ FOLDERS = ("configs", "kerple_configs")
 
 
 def model_files(root: Path) -> list[Path]:
-    """Return the YAML files in the checkout `root` that describe a model to train."""
-    # Such a file sets `num_layers` and `hidden_size`, and its `train_iters` is not 0.
+    """Return the YAML files in the checkout `root` that describe a model to train.
+
+    Such a file sets `num_layers` and `hidden_size`, and its `train_iters` is not 0.
+    """
     found = [path for folder in FOLDERS for path in sorted((root / folder).rglob("*.yml"))]
     return [path for path in found if _is_model(_keys(path))]
 
 
 def combination(path: Path, root: Path) -> list[Path]:
-    """Return the files to load together with the model file `path`, in loading order."""
-    # `path` is one of them.
+    """Return the model file `path` and the files to load together with it, in loading order."""
     folder, keys = root / path.relative_to(root).parts[0], _keys(path)
     files, train, setup = [path], folder / "llama" / "train_config.yml", folder / "local_setup.yml"
     if "optimizer" not in keys:
@@ -46,7 +47,8 @@ def check(path: Path, root: Path) -> tuple[Config | None, list[str]]:
     """Load the model file `path` of the checkout `root`.
 
     Returns:
-        (config, overrides that were needed to load it), or (None, errors) if the file is refused.
+        (config, texts). If the file is accepted, the texts are the overrides that were needed to
+        load it. If the file is refused, the config is None and the texts are the errors.
     """
     files, keys = combination(path, root), _keys(path)
     degrees = (keys.get(f"{kind}_parallel_size", 1) for kind in ("pipe", "model"))

@@ -20,12 +20,13 @@ _KEYS = ("wandb_group", "wandb_team", "wandb_run_name")
 def config_parser(description: str | None, default: str = "") -> argparse.ArgumentParser:
     """Return a parser for config files and `-o K=V` overrides. The caller adds its own options.
 
+    The parser also accepts options of GPT-NeoX's `deepy.py`, such as `--conf_dir`.
+
     Args:
         description: The command's description in its help.
-        default: A help text that says what the command reads without a config file. If it is empty,
-            the user must name a config file.
+        default: A help text that says what the command reads if the user names no config file. If
+            `default` is empty, the user must name a config file.
     """
-    # The parser also accepts options of GPT-NeoX's `deepy.py`, such as `--conf_dir`.
     parser = argparse.ArgumentParser(description=description)
     add = parser.add_argument
     count, text = ("*", f"later files win {default}") if default else ("+", "later files win")
@@ -41,18 +42,17 @@ def config_parser(description: str | None, default: str = "") -> argparse.Argume
 
 
 def load_or_exit(arguments: argparse.Namespace, *overrides: str, joins: bool = True) -> Config:
-    """Load the config that the command line selects, and check it for the number of processes.
+    """Load the config that the command line selects, and check it for the job's processes.
 
-    If the config has problems, print them and exit with code 2.
+    If the config or the launcher's environment variables have problems, print the problems and exit
+    with code 2.
 
     Args:
         arguments: The arguments parsed by the parser that `config_parser` returns.
         overrides: More `key=value` overrides. They take precedence over `-o` options.
-        joins: Whether the command joins the job that a launcher such as torchrun started. If false,
-            the command runs alone.
+        joins: Whether the command joins the job that torchrun or another launcher started. If
+            false, the command runs alone and opens no connection.
     """
-    # Problems of the launcher's environment variables count, too. A command that runs alone opens
-    # no connection.
     if arguments.hostfile:
         text = "-H: torchrun, srun or deepspeed start the processes, e.g. deepspeed --hostfile "
         entry.refuse(f"error: {text}{arguments.hostfile} train.py ... (docs/cluster.md)", 2)
@@ -81,8 +81,10 @@ def load_for(processes: int | str, arguments: argparse.Namespace, *overrides: st
 
 
 def sharing_layout(processes: int | str) -> tuple[str, ...]:
-    """Return config overrides that split one model over all processes, for use without training."""
-    # The overrides set the degree of tensor parallelism to `processes`.
+    """Return config overrides that split one model over all processes, for use without training.
+
+    The overrides set the degree of tensor parallelism to `processes`.
+    """
     return (
         f"model_parallel_size={processes}",
         "pipe_parallel_size=1",
@@ -99,15 +101,13 @@ def sharing_layout(processes: int | str) -> tuple[str, ...]:
 def load_for_use_or_exit(arguments: argparse.Namespace, run: Path, *overrides: str) -> Config:
     """Load the config for using, but not training, the model in the run folder `run`.
 
-    If the config has problems, print them and exit.
+    All processes of the job share the model by tensor parallelism. If the command line names no
+    config file, the config is the run's `config.yml`. If that file is missing, or if the config
+    has problems, print the reason and exit.
 
     Args:
-        arguments: The arguments of the command line. Without a config file, the run's `config.yml`
-            is read.
         overrides: More `key=value` overrides. They take precedence over `-o` options.
     """
-    # All processes of the job share the model by tensor parallelism. It is a problem if neither a
-    # config file nor the run's `config.yml` exists.
     if not run.is_dir():
         entry.refuse(f"error: {run}: there is no such folder", 1)
     if not arguments.configs:

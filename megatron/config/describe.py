@@ -86,8 +86,10 @@ def _derived(config: Config) -> list[str]:
 
 
 def _inner_width(m: ModelConfig) -> str:
-    """Return a text that says how the inner width of the MLP is computed."""
-    # For example, "intermediate_size 768, rounded up to a multiple of 64".
+    """Return a text that says how the inner width of the MLP is computed.
+
+    For example, "intermediate_size 768, rounded up to a multiple of 64".
+    """
     text = f"intermediate_size {m.intermediate_size}"
     text += " x 2/3 / 2" if m.activation in GATED else ""
     many = m.mlp_multiple_of

@@ -63,8 +63,8 @@ def layers_of(value: Any, num_layers: int) -> list[Any]:
     """Return a list with the value of each layer.
 
     Args:
-        value: One value for all layers, or a tuple of groups (values, repeats).
-        num_layers: The number of layers.
+        value: One value for all layers, or a tuple of groups (values, repeats). The groups must
+            have `num_layers` layers in total.
     """
     if not isinstance(value, tuple):
         return [value] * num_layers
@@ -89,9 +89,10 @@ def problem_of(value: Any, num_layers: int) -> str | None:
 def same_layers(one: Any, other: Any, num_layers: int) -> bool:
     """Return whether two config values assign the same value to each layer.
 
-    For example, `[[[a], 2]]` and `[[[a, a], 1]]` both assign `a` to two layers.
+    The values may have different groups. For example, `[[[a], 2]]` and `[[[a, a], 1]]` both assign
+    `a` to two layers. If a config value has a wrong syntax or does not fit `num_layers`, return
+    False.
     """
-    # If a config value has a wrong syntax or does not fit `num_layers`, return False.
     check = per_layer(lambda each: each)
     try:
         values = [check(one), check(other)]
@@ -103,7 +104,8 @@ def same_layers(one: Any, other: Any, num_layers: int) -> bool:
 
 
 def _times(values: tuple[Any, ...], repeats: Any, num_layers: int) -> int:
-    """Return how often the values of a group are repeated."""
-    # A group is (values, repeats). If `repeats` is `all`, the values are repeated as often as they
-    # fit into `num_layers` layers.
+    """Return how often the values of a group (values, repeats) are repeated.
+
+    If `repeats` is `all`, the values are repeated as often as they fit into `num_layers` layers.
+    """
     return num_layers // len(values) if repeats == ALL else repeats

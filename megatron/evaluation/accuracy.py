@@ -59,7 +59,7 @@ def accuracy_at(
     Every rank must call this function.
 
     Args:
-        logits_of: A function from tokens [batch, length] to logits [batch, length, vocabulary].
+        logits_of: A function from tokens [B, T] to logits [B, T, vocabulary].
         batch_tokens: The approximate number of tokens in a forward pass.
     """
 
@@ -89,9 +89,10 @@ def accuracy_at(
 def evaluate_task(
     model: MeasuredModel, task: Task, run_dir: Path, say: Callable[[str], None]
 ) -> list[Accuracy]:
-    """Measure a model at several lengths, print a table, and write a CSV and a plot.
+    """Measure a model at each of `eval_lengths`, print a table, and write a CSV and a plot.
 
-    Every rank must call this function.
+    Every rank must call this function. In a pipelined job, the function only prints a hint to use
+    `evaluate.py`, and returns [].
 
     Args:
         run_dir: The folder into which the CSV and the plot are written.
@@ -100,8 +101,6 @@ def evaluate_task(
     Raises:
         TaskError: The task's options do not allow one of the lengths.
     """
-    # The lengths are `eval_lengths`. In a pipelined job, the function only prints a hint to use
-    # `evaluate.py`, and returns [].
     if isinstance(model.loss_fn, PipelineLosses):
         say("a pipeline gives no logits: measure the accuracy by evaluate.py, with the same config")
         return []
@@ -124,7 +123,6 @@ def write_accuracy(
     Args:
         title: The title of the plot and of the text.
     """
-    # The table's file is `accuracy.csv`.
     import pandas as pd
     from matplotlib.figure import Figure
 

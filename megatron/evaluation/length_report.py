@@ -38,16 +38,14 @@ def write_extrapolation(
     Args:
         rows: The result of each length, in any order.
         train_length: The sequence length in training, in tokens; the plot marks it.
-        baselines: Maps names to results of the model with a short context.
+        baselines: Maps names to results of the model with a short context. The table, the plot and
+            `context_baseline.csv` show these results.
         title: The title of the table and the plot.
         about: Columns with one value each (`measured_with`).
 
     Raises:
         ValueError: There are no rows, or a length occurs twice.
     """
-    # The files are `extrapolation.csv`, `extrapolation.png` and, for the baselines,
-    # `context_baseline.csv`. The CSV files of an earlier evaluation are kept with `.previous` added
-    # to their names.
     import pandas as pd
 
     rows = sorted(rows, key=lambda row: row.length)
@@ -68,16 +66,15 @@ def write_extrapolation(
 def write_kernels(
     bias_by_head: Any | None, distances: Any, weights: Any | None, train_length: int, path: Path
 ) -> None:
-    """Plot the bias and the weight of each attention head by query-key distance.
+    """Plot the distance kernel of each head h: its bias b_h(d) and its weight w_h(d).
 
-    The distances are on a log axis, so the distance 0 is left out.
+    The distances d between query and key are on a log axis, so d = 0 is left out.
 
     Args:
-        bias_by_head: The bias that each head adds to the attention scores, [heads, distances]; None
-            if there is none.
-        distances: The distances in tokens, [distances].
-        weights: The weight by which each head multiplies the attention scores, [heads, distances];
-            None if there is none.
+        bias_by_head: [H, n], the biases that H heads add to the attention scores at n distances;
+            None if there are none.
+        distances: [n], the distances in tokens.
+        weights: [H, n], the factors that multiply the attention scores; None if there are none.
         train_length: The sequence length in training, in tokens; the plot marks it.
         path: The PNG file to write.
 
@@ -138,8 +135,7 @@ def _table(
 
 
 def _measured(value: float, error: float, digits: int) -> str:
-    """Format `value ± error`."""
-    # Without an error (NaN, for a single sequence), only the value is formatted.
+    """Format `value ± error`, or only the value if the error is NaN (for a single sequence)."""
     return f"{value:.{digits}f}" + ("" if math.isnan(error) else f" ± {error:.{digits}f}")
 
 

@@ -26,7 +26,7 @@ TokenBytes = Callable[[np.ndarray], np.ndarray]
 
 @dataclass(frozen=True)
 class LengthResult:
-    """The result for one sequence length. Each field is a column of `extrapolation.csv`."""
+    """The result for one sequence length: a row of `extrapolation.csv`.
 
     The fields, in this order, are the first columns of the file. `measured_with` has the others.
     """
@@ -50,10 +50,11 @@ class LengthResult:
 def measured_with(config: Config, step: int) -> dict[str, Any]:
     """Return facts about a measurement, as a dict from column name in a CSV file to value.
 
+    The facts are the distance scale, the split, `step`, and a fingerprint of the code.
+
     Args:
         step: The number of optimizer steps that the model was trained for.
     """
-    # The facts are the distance scale, the split, `step`, and a fingerprint of the code.
     scale, split = config.evaluation.eval_distance_scale, config.evaluation.eval_split
     return {"distance_scale": scale, "split": split, "step": step, "code": fingerprint()}
 

@@ -31,8 +31,8 @@ class GenerationOptions:
         max_new_tokens: The largest number of tokens of a continuation.
         sampling: The settings for choosing tokens.
         stops: The stop sequences. A continuation ends before the first one that occurs in it.
-        endless: Whether the end-of-document token is never chosen. Otherwise it ends the
-            continuation.
+        endless: If true, the end-of-document token is never chosen. If false, this token can be
+            chosen and ends the continuation.
         seed: The seed of the random numbers. Each prompt has its own random generator.
         batch_size: The number of prompts that are continued at the same time.
         samples: The number of continuations of each prompt. Each has its own random generator.
@@ -40,10 +40,6 @@ class GenerationOptions:
         as_json: If true, write one JSON object per prompt. If false, write plain text. The text of
             a single prompt is then written while it is generated.
     """
-
-    # Only rank 0 calls `read_prompts`. A text without a prompt starts after an end-of-document
-    # token. Each continuation has its own random generator. The plain text of a single prompt is
-    # written while it is generated.
 
     read_prompts: Callable[[], list[str] | None]
     max_new_tokens: int
@@ -66,8 +62,8 @@ def generate(
 ) -> None:
     """Continue the prompts with the newest checkpoint in the run folder `load`.
 
-    Every process of the job must call this function. The processes share the model by tensor
-    parallelism.
+    Call this function in a single process, or in every process of a torchrun job. All processes of
+    the job share the model by tensor parallelism.
 
     Args:
         config: The configuration. Its degree of tensor parallelism must be the number of processes.
@@ -148,8 +144,10 @@ def _stream(prompt: int, sample: int) -> str:
 
 
 def _origin(saved: Saved, groups: Groups) -> str:
-    """Return a line that names the checkpoint and the parallel layout in which it was trained."""
-    # The layout is left out if this project did not write the checkpoint.
+    """Return a line that names the checkpoint and the parallel layout in which it was trained.
+
+    The layout is left out if this project did not write the checkpoint.
+    """
     line = f"generating with {saved.path} on {groups.world_size} {groups.device.type}"
     if saved.kind is not Kind.OURS:
         return line
@@ -161,11 +159,12 @@ def _origin(saved: Saved, groups: Groups) -> str:
 def _encoded(texts: list[str], tokenizer: Tokenizer, model: GPT) -> list[list[int]]:
     """Return the token ids of each prompt.
 
+    If tokens attend only to their own document, the result has only the ids after the prompt's last
+    end-of-document token.
+
     Raises:
         DataError: There is no prompt, or no token of a prompt is left.
     """
-    # If tokens attend only to their own document, the result has only the ids after the prompt's
-    # last end-of-document token.
     if not texts:
         raise DataError("there is no prompt; write one per line")
     prompts = []
@@ -180,8 +179,10 @@ def _encoded(texts: list[str], tokenizer: Tokenizer, model: GPT) -> list[list[in
 
 
 def _banned(model: GPT, tokenizer: Tokenizer, endless: bool) -> list[int]:
-    """Return the ids of tokens that are never chosen."""
-    # These are the ids that pad the vocabulary and, if `endless`, the end-of-document token.
+    """Return the ids of tokens that are never chosen.
+
+    These are the ids that pad the vocabulary and, if `endless`, the end-of-document token.
+    """
     padding = range(tokenizer.vocab_size, model.shape.vocab_size)
     return [*padding, *([tokenizer.eod] if endless else [])]
 

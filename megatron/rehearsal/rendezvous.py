@@ -43,12 +43,13 @@ class Strand:
 def unmatched(strands: Sequence[Strand], members: Mapping[str, Sequence[int]]) -> str:
     """Return an error text if an event has no matching event on another rank, otherwise "".
 
+    It is also an error if two threads of a rank use the same process group, because the order of
+    their events is then undefined.
+
     Args:
         strands: Every thread of every rank.
         members: Maps the text of a process group to its ranks.
     """
-    # It is also an error if two threads of a rank use the same process group, because the order of
-    # their events is then undefined.
     users: dict[tuple[int, str], Strand] = {}
     for strand, group in ((each, event.group) for each in strands for event in each.events):
         if users.setdefault((strand.rank, group), strand) is not strand:
@@ -77,7 +78,7 @@ def unmatched(strands: Sequence[Strand], members: Mapping[str, Sequence[int]]) -
 def _place(
     event: Event, rank: int, members: Mapping[str, Sequence[int]]
 ) -> tuple[tuple, Sequence[int]]:
-    """Return the key that matching events share, and the ranks that must take part."""
+    """Return (key that matching events share, ranks that must take part) for an event of `rank`."""
     if event.op not in MESSAGES:
         return (event.group,), members[event.group]
     assert event.peer is not None

@@ -132,8 +132,10 @@ def compiler(case: Case) -> Iterator[Finding]:
 
 
 def choices(case: Case) -> Iterator[Finding]:
-    """Report the attention backend and the optimizer that a run of the config would choose."""
-    # Without a config, only the attention backend that `kerple_log` would get is reported.
+    """Report the attention backend and the optimizer that a run of the config would choose.
+
+    Without a config, report only the attention backend that `kerple_log` would get.
+    """
     import torch
 
     device = "cuda" if case.gpu else "cpu"

@@ -53,9 +53,9 @@ class Cell:
     """One training run of a grid, with its configuration and its run folder.
 
     Attributes:
-        name: The run's values and its seed, such as `github-kerple_log-1235`.
-        axes: Maps each setting that differs between runs to this run's value.
-        processes: The number of processes that train the run.
+        name: The cell's values on the axes and its seed, such as `github-kerple_log-1235`.
+        axes: Maps each axis to the cell's value on it.
+        processes: The number of processes that train the cell.
     """
 
     name: str
@@ -87,13 +87,12 @@ class Grid:
 
     @property
     def rows(self) -> str:
-        """The setting whose values are the rows of the tables."""
-        # It is an axis of the grid.
+        """The axis whose values are the rows of the tables."""
         return self.about.rows or list(self.about.axes)[-1]
 
 
 def read_grid(path: Path, given: Mapping[str, str] | None = None) -> Grid:
-    """Read a grid file, which describes a set of training runs.
+    """Read a grid file, which describes a set of training runs. Do not load their configurations.
 
     Args:
         given: Values that replace those of the file's `variables`.
@@ -161,8 +160,7 @@ def _yaml(value: Any, names: Mapping[str, str]) -> str:
 
 
 def _faults(about: Description, variables: Mapping[str, str]) -> Iterator[Fault]:
-    """Yield (place, text) for each fault of a grid file that type checks do not find."""
-    # pydantic does the type checks.
+    """Yield (place, text) for each fault of a grid file that pydantic's type checks do not find."""
     for name in variables.keys() - about.variables.keys():
         yield ("variables",), f"there is no {name}, which --set names; write its default here"
     known = {*about.variables, *about.axes, "seed"}
@@ -242,8 +240,7 @@ def _nested(settings: Settings) -> dict[str, Any]:
 
 
 def _error(path: Path, settings: Settings, faults: Sequence[Fault]) -> ConfigError:
-    """Return the error that reports each fault of a grid file with its line."""
-    # A fault is (place, text).
+    """Return the error that reports each fault (place, text) with its line."""
 
     def mark(place: tuple[str, ...]) -> Mark:
         for size in range(len(place), 0, -1):

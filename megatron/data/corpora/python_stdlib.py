@@ -56,16 +56,10 @@ _REVISION = 2  # increase it when other files are selected, so that shards are m
 def resolve_data_path(
     data_path: str | tuple[str, ...] | None, data_dir: str | os.PathLike, tokenizer: Tokenizer
 ) -> str | tuple[str, ...]:
-    """Return the path of the text for training, and create the text if it is built in.
+    """Return `data_path` unchanged, unless it has the form "builtin:NAME".
 
-    "builtin:NAME" names a built-in corpus, which becomes a token shard. Any other `data_path` is
-    returned unchanged.
-
-    Args:
-        data_dir: The folder for the token shard of a built-in corpus.
-
-    Returns:
-        `data_path`, or the path of the token shard without .bin or .idx.
+    For "builtin:NAME", return the path of the built-in corpus's token shard without .bin or .idx.
+    If this shard does not exist, create it first.
 
     Raises:
         CorpusError: `data_path` is None, or there is no built-in corpus NAME.
@@ -80,7 +74,8 @@ def resolve_data_path(
 def prepare_builtin(corpus: str, data_dir: str | os.PathLike, tokenizer: Tokenizer) -> str:
     """Tokenise the built-in corpus `corpus` into `data_dir`, unless its token shard exists.
 
-    Several processes may call this function at once. One of them writes, and the others wait.
+    If several processes call this function at once, one process writes the shard and shows a
+    progress bar. The other processes wait.
 
     Returns:
         The path of the shard without .bin or .idx.
@@ -124,7 +119,7 @@ def stdlib_root() -> Path:
 
 
 def _build_python_stdlib(prefix: Path, tokenizer: Tokenizer) -> None:
-    """Tokenise Python's standard library, and write the shard at the path `prefix`."""
+    """Tokenise Python's standard library, and write the shard whose prefix is `prefix`."""
     root, files = stdlib_root(), stdlib_files()
     if not files:
         raise CorpusError(
@@ -144,7 +139,7 @@ def _build_python_stdlib(prefix: Path, tokenizer: Tokenizer) -> None:
 
 
 def _is_ready(prefix: Path, tokenizer: Tokenizer) -> bool:
-    """Return whether there is a complete shard at `prefix` that was made with `tokenizer`."""
+    """Return whether `prefix` names a complete shard that was made with `tokenizer`."""
     try:
         manifest = read_manifest(prefix)
         ShardReader(prefix)

@@ -22,9 +22,11 @@ _FIRST = 1_000_000  # the number of the first file; readers sort names, so 10 mu
 
 
 class ArchiveWriter(AbstractContextManager["ArchiveWriter"]):
-    """A writer of an `lm_dataformat` archive.
+    """A writer of an `lm_dataformat` archive. An incomplete archive never has the final name.
 
-    Until `finalize` is called, the archive is in a hidden folder beside `folder`.
+    The writer fills the hidden folder `.NAME.part` beside `folder`, where NAME is the name of
+    `folder`. `finalize` renames the hidden folder to `folder`. A killed process leaves the hidden
+    folder, and a later run may continue it.
 
     Args:
         folder: The folder of the archive.
@@ -36,10 +38,6 @@ class ArchiveWriter(AbstractContextManager["ArchiveWriter"]):
         CorpusError: `folder` exists and is not an empty folder, or `lm_dataformat` is not
             installed.
     """
-
-    # The hidden folder is `.NAME.part`, where NAME is the name of `folder`, so that an incomplete
-    # archive never has the final name. A killed process leaves the hidden folder, and a later run
-    # may continue it.
 
     def __init__(self, folder: str | os.PathLike) -> None:
         with needs_package("lm_dataformat", "--archive", CorpusError):
@@ -61,7 +59,7 @@ class ArchiveWriter(AbstractContextManager["ArchiveWriter"]):
     def rewind(self, files: int) -> None:
         """Continue the unfinished archive of an earlier run after its first `files` files.
 
-        Later files are removed.
+        Later files of the unfinished archive are removed.
 
         Raises:
             CorpusError: Another process is writing this archive, or its folder cannot be made.
@@ -86,11 +84,10 @@ class ArchiveWriter(AbstractContextManager["ArchiveWriter"]):
                 self._added += 1
 
     def sync(self) -> int:
-        """Complete the current file, and return the number of complete files.
+        """Complete the current file unless it is empty. Return the number of complete files.
 
         The complete files survive a crash of the machine.
         """
-        # An empty file is not completed.
         if self._added:
             with self._explained():
                 self._archive.commit()

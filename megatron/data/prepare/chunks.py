@@ -43,9 +43,8 @@ class Limits:
     Attributes:
         document_bytes: The largest size of one document or record, in bytes of text.
         expansion: The largest ratio of the decompressed size of an input to its compressed size.
+            An input that expands to at most 64 MiB is always accepted.
     """
-
-    # An input that expands to at most 64 MiB is always accepted.
 
     document_bytes: int = 1 << 30
     expansion: float = 200.0
@@ -56,7 +55,8 @@ class Place:
     """The position of a reader in its input, and the number of bytes decompressed so far.
 
     Attributes:
-        name: The position for error messages, such as `file:record` or `archive!file:record`.
+        name: `file`, `file:record`, `file!member` or `file!member:record`. A member is a file
+            inside an archive. Records are numbered from 1.
         limits: The limits that the input must not exceed.
         size: The number of bytes of the input, or 0 if it is unknown. An input of unknown size may
             expand without limit.
@@ -64,11 +64,6 @@ class Place:
             archive counts twice.
         records: The number of records read so far, in a table.
     """
-
-    # `name` is `file`, `file:record`, `file!member` or `file!member:record`. A member is a file
-    # inside an archive. Records are numbered from 1. `records` counts in a table or an archive of
-    # lm_dataformat. An input of unknown size may expand without limit. A compressed file inside a
-    # compressed archive counts twice.
 
     name: str
     limits: Limits = Limits()
@@ -92,13 +87,10 @@ class Place:
             )
 
     def check_size(self, size: int) -> None:
-        """Check the size of a document or record.
-
-        Args:
-            size: The size in bytes.
+        """Check that a document or record may have `size` bytes.
 
         Raises:
-            Fault: The size is above the limit.
+            Fault: `size` is larger than `limits.document_bytes`.
         """
         if size > self.limits.document_bytes:
             raise Fault(
@@ -111,7 +103,7 @@ class Place:
         """Return the rest of `stream`, which is one document.
 
         Raises:
-            Fault: The document is larger than the limit.
+            Fault: The document is larger than `limits.document_bytes`.
         """
         pieces, size = [], 0
         while piece := stream.read(_PIECE):
@@ -126,17 +118,15 @@ class Chunk:
     """A piece of an input. It contains one of three things: JSON lines, documents, or a fault.
 
     Attributes:
-        where: The path of the input, for error messages.
+        where: The path of the input, or of the archive member.
         first: The line number of the first line, counted from the start of the input.
         lines: Complete lines, one JSON record each.
         texts: A pair (place, content) for each document. Error messages name the place.
         fault: The reason why the input could not be read further, or None.
-        position: The number of bytes of the input up to the end of the chunk.
+        position: The number of bytes of the input that were read when the chunk was complete.
         source: The index of the input in the list of inputs.
         number: The number of the chunk in its input, from 1.
     """
-
-    # `where` may also name an archive member.
 
     where: str
     first: int = 1
@@ -149,17 +139,16 @@ class Chunk:
 
 
 def line_chunks(stream: io.BufferedReader, place: Place) -> Iterator[Chunk]:
-    """Yield chunks of complete lines from `stream`.
+    """Yield chunks of complete lines from `stream`. The last line may lack its line feed.
 
     Args:
-        place: The position of the stream, for error messages.
+        place: The place of the stream. If the stream is damaged in line 7, ":7" is appended to
+            `place.name`.
 
     Raises:
-        Fault: A line is longer than the limit.
+        Fault: A line is longer than `place.limits.document_bytes`.
         Exception: The stream is damaged. The lines before the damage are yielded first.
     """
-    # The last line may lack its line feed. If the stream is damaged in line 7, ":7" is appended to
-    # `place.name`. The limit is `place.limits.document_bytes`.
     held: list[bytes] = []
     held_bytes, first, error, where = 0, 1, None, place.name
     while error is None:
@@ -196,13 +185,13 @@ def text_chunks(texts: Iterable[tuple[str, bytes]], where: str) -> Iterator[Chun
 
 
 def batches(items: Iterable[T], size_of: Callable[[T], int]) -> Iterator[list[T]]:
-    """Yield the items in lists of limited size.
+    """Yield the items in lists of about `CHUNK_BYTES` bytes and at most `MAX_TEXTS` items.
+
+    If `items` raises an error, yield the items before it as a last list, then raise the error.
 
     Args:
         size_of: The function that returns the size of an item in bytes.
     """
-    # A list has about `CHUNK_BYTES` bytes and at most `MAX_TEXTS` items. If `items` raises an
-    # error, the items before it are yielded as a last list, and then the error is raised.
     batch: list[T] = []
     size = 0
     try:
@@ -222,19 +211,19 @@ def batches(items: Iterable[T], size_of: Callable[[T], int]) -> Iterator[list[T]
 
 @contextmanager
 def foreign_bytes(place: Place, message: str = "is truncated or damaged") -> Iterator[None]:
-    """Replace an error of a library in the `with` block by a `Fault` that names the input.
+    """Replace an error of a foreign library in the `with` block by a `Fault`.
+
+    The text of the `Fault` is `place.name`, then `message`, then the text of the library's error.
 
     Args:
         place: The position of the reader.
         message: What is wrong with the input.
 
     Raises:
-        Fault: The library raised an error.
+        Fault: The block raised an error that is neither a DataError nor a MemoryError.
         DataError: The block raised this error, which passes unchanged.
-        CorpusError: The machine has too little memory.
+        CorpusError: The block raised a MemoryError.
     """
-    # The text of the `Fault` is `place.name`, then `message`, then the text of the library's error.
-    # A MemoryError becomes a CorpusError.
     try:
         yield
     except Exception as error:  # the libraries raise more types than they document
@@ -250,10 +239,10 @@ def foreign_bytes(place: Place, message: str = "is truncated or damaged") -> Ite
 
 
 def positioned(chunks: Iterable[Chunk], position: Callable[[], int]) -> Iterator[Chunk]:
-    """Yield the chunks with their attribute `position` set.
+    """Set the attribute `position` of each chunk to `position()`, and yield the chunk.
 
     Args:
-        position: A function that returns the number of bytes read so far.
+        position: Returns the number of bytes of the input that were read so far.
     """
     for chunk in chunks:
         chunk.position = position()

@@ -24,6 +24,8 @@ def read_parquet(
 ) -> Iterator[Chunk]:
     """Yield the chunks of a parquet file. Each row becomes one JSON record.
 
+    The record contains the columns `keys`, and the column `meta` if the file has one.
+
     Args:
         source: The source to read, a parquet file.
         keys: The names of the columns that will be encoded.
@@ -31,11 +33,10 @@ def read_parquet(
         place: The position in the file, with the limits that the file must not exceed.
 
     Raises:
-        Fault: The file is damaged or exceeds the limits, or a column in `keys` is missing or holds
-            no text.
+        Fault: The file is damaged or exceeds the limits, or a column in `keys` is missing or is not
+            a text column.
         CorpusError: `pyarrow` is not installed.
     """
-    # The record contains the columns `keys`, and the column `meta` if the file has one.
     with needs_package("pyarrow", f"{source.path}: reading parquet", CorpusError):
         import pyarrow
         import pyarrow.parquet
@@ -76,7 +77,8 @@ def read_hub(source: Source, keys: tuple[str, ...], facts: dict, place: Place) -
     Each row becomes one JSON record.
 
     Args:
-        source: The source to read, a data set of the Hugging Face hub or a folder.
+        source: The source to read. Its path is `hub:ID[:SPLIT]` for a data set of the Hugging Face
+            hub, or otherwise the path of a folder that `datasets` wrote.
         facts: A dict to which the number of rows is added at the end.
         place: The position in the data set, with the limits that the data set must not exceed.
 
@@ -84,7 +86,6 @@ def read_hub(source: Source, keys: tuple[str, ...], facts: dict, place: Place) -
         Fault: The data set cannot be opened or read, or the folder contains several splits.
         CorpusError: `datasets` is not installed.
     """
-    # The path of the source is `hub:ID[:SPLIT]`, or a folder that `datasets` wrote.
     with needs_package("datasets", f"{source.path}: a hub's data set", CorpusError):
         import datasets
     with foreign_bytes(place, "cannot be opened"):
@@ -110,8 +111,6 @@ def record_chunks(rows: Iterable[Mapping], where: str, place: Place) -> Iterator
         where: The path of the input.
         place: The place of the first row. It is updated while the rows are read.
     """
-    # With "surrogatepass", a record with an unpaired surrogate is later reported as faulty. With
-    # "backslashreplace", the surrogate is written as an escape of JSON.
 
     def lines() -> Iterator[bytes]:
         place.name = f"{where}:1"
@@ -131,8 +130,10 @@ def record_chunks(rows: Iterable[Mapping], where: str, place: Place) -> Iterator
 
 
 def _json_value(value: Any) -> Any:
-    """Convert a value that has no JSON type to a JSON value."""
-    # Bytes become text, and any other value becomes a dict.
+    """Convert `value`, which has no JSON type, to a JSON value.
+
+    Bytes become text, and any other value becomes a dict.
+    """
     if isinstance(value, bytes):
         return value.decode("utf-8", "surrogateescape")
     return {type(value).__name__: str(value)}

@@ -25,23 +25,23 @@ from megatron.data.samples.base import Samples
 class TrainLoader:
     """An iterator over this rank's micro-batches, each int64 [micro_batch, seq_length + 1].
 
+    The iterator's only state is `consumed_samples`, the number of samples that all ranks have
+    consumed in total.
+
     Args:
         global_batch: The number of samples in a global batch, a multiple of micro_batch * dp_size.
         micro_batch: The number of samples in a micro-batch of one rank.
-        vocab_size: The tokenizer's vocabulary size. Every token id must be smaller. None means that
-            token ids are not checked.
+        vocab_size: The tokenizer's vocabulary size. Every token id must be smaller than
+            `vocab_size`. None means that token ids are not checked.
 
     Attributes:
-        micro_steps: The number of gradient accumulation steps in a global batch.
-        step_samples: The number of samples in one micro-batch of all ranks together.
+        micro_steps: The number of micro-steps (gradient accumulation steps) in a global batch.
+        step_samples: The number of samples that all ranks read in a micro-step, in total.
 
     Raises:
         DataExhausted: From `next`, if too few samples are left.
         ShardError: From `next`, if a token is not smaller than `vocab_size`.
     """
-
-    # The iterator's only state is `consumed_samples`, the number of samples that all ranks have
-    # consumed in total. The constructor raises ValueError, and `next` raises the other errors.
 
     def __init__(
         self,
@@ -93,14 +93,10 @@ def sample_counts(
 ) -> tuple[int, int, int]:
     """Return the minimum numbers of samples in GPT-NeoX's train, valid and test indices.
 
-    Args:
-        train_iters: The number of training iterations, each with one batch.
-        eval_interval: The number of iterations between two evaluations.
-        eval_iters: The number of batches in an evaluation.
-        train_batch_size: The number of samples in a batch.
+    The training index is built for `train_iters` batches. The validation index is built for one
+    evaluation every `eval_interval` iterations and one at the end. The test index is built for one
+    evaluation. Each evaluation reads `eval_iters` batches.
     """
-    # The validation index is built for one evaluation every `eval_interval` iterations and one at
-    # the end. The test index is built for one evaluation.
     evaluations = train_iters // eval_interval + 1
     return (
         train_iters * train_batch_size,
@@ -114,18 +110,18 @@ def published_start(
 ) -> int:
     """Return how many samples GPT-NeoX's loader skips when it resumes at `iteration`.
 
-    It skips this number of micro-steps, modulo the complete micro-steps in the data set:
+    The return value is `loader.step_samples` times the following number of micro-steps:
 
         train   iteration * loader.micro_steps
         valid   (iteration * loader.micro_steps // eval_interval) * eval_iters
         test    0
 
-    A micro-step has `loader.step_samples` samples.
+    For train and valid, this number is reduced modulo the number of complete micro-steps in the
+    data set. GPT-NeoX's formula for valid is correct only if `loader.micro_steps` is 1.
 
     Args:
         split: "train", "valid" or "test".
     """
-    # GPT-NeoX's formula for valid is correct only if `loader.micro_steps` is 1.
     micro_steps_done = iteration * loader.micro_steps
     if split == "valid":
         micro_steps_done = micro_steps_done // eval_interval * eval_iters

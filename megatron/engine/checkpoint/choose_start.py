@@ -32,18 +32,18 @@ from megatron.run_folder import RunFolder, is_checkpoint
 def choose_start(
     config: Config, groups: Groups, train_samples: int, *, allow_fallback: bool = False
 ) -> Start:
-    """Decide where the job starts, from the checkpoints in the config's folders `load` and `save`.
+    """Examine the config's folders `load` and `save`, and decide where the job starts.
 
     Every rank must call this function.
 
     Args:
-        train_samples: The number of training samples that this run has planned. It determines the
-            order of the samples.
+        train_samples: The number of samples for which this run's training index is built. The index
+            determines the order of the training samples.
         allow_fallback: Whether to skip damaged checkpoints, and start from the newest intact one.
 
     Raises:
-        CheckpointError: A checkpoint is damaged, or there is none to evaluate. Or `save` holds
-            checkpoints of another run.
+        CheckpointError: A checkpoint is damaged, there is no checkpoint to evaluate, or this run
+            would overwrite the checkpoints of another run in `save`.
     """
     save = config.checkpoint.save
     if save and config.training.train_iters > 0:
@@ -71,19 +71,18 @@ def choose_start(
 def usable(folder: Path, groups: Groups, *, allow_fallback: bool) -> tuple[Saved | None, str]:
     """Return the checkpoint to start from, and a text that names damaged files.
 
-    Every rank must call this function. The checkpoint is None if `folder` has none. The text is ""
-    if no damage was found.
+    The file `folder/latest` names the checkpoint. If `folder` is itself a checkpoint, return that
+    checkpoint. The result is (None, "") if `folder` has no checkpoint. The text is "" if no damage
+    was found. Every rank must call this function.
 
     Args:
-        folder: A run folder, or the folder of one checkpoint.
-        allow_fallback: Whether to return the newest intact checkpoint if the newest one is damaged.
+        allow_fallback: Whether to skip a damaged checkpoint. If so, return the newest intact
+            checkpoint of an earlier step or, if there is none, of a later step.
 
     Raises:
         CheckpointError: The checkpoint is damaged or, with `allow_fallback`, `folder` has no intact
             checkpoint. The error message names the damaged files.
     """
-    # `folder/latest` names the newest checkpoint. With `allow_fallback`, checkpoints of earlier
-    # steps come before those of later steps.
 
     def look() -> tuple[list[Saved], Saved | None, str]:
         if is_checkpoint(folder):
@@ -123,7 +122,6 @@ def _decide(
 
     Args:
         usable: A function from a folder to its newest usable checkpoint, or None.
-        train_samples: The number of training samples that this run has planned.
     """
     c, trains = config.checkpoint, config.training.train_iters > 0
     save, load = (Path(name) if name else None for name in (c.save, c.load))
@@ -159,7 +157,7 @@ def _decide(
 
 
 def _other_batch(config: Config, saved: Saved) -> str:
-    """Return a warning, or "" if the checkpoint's `train_batch_size` is the same."""
+    """Return a warning if `train_batch_size` differs from the checkpoint's value, otherwise ""."""
     here = config.batch.train_batch_size
     there = saved.record.config.get("train_batch_size", here)
     if there == here:
@@ -171,7 +169,7 @@ def _other_batch(config: Config, saved: Saved) -> str:
 
 
 def _from_weights(config: Config, saved: Saved, train_samples: int) -> Start:
-    """Return a start at the checkpoint's step with its weights, but without its optimizer state."""
+    """Return a `Start` that begins at the checkpoint's step and loads only the weights."""
     step, schedule = saved.counters
     text = f"evaluating {saved.path}, trained for {step} steps"
     if config.training.train_iters > 0:

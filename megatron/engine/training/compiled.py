@@ -43,10 +43,11 @@ class Compilations:
             self._first = self.metrics()["compile/graphs"]
 
     def metrics(self) -> dict[str, int]:
-        """Return how many graphs `torch.compile` made, and how often CUDA graphs failed."""
-        # The counts are of all graphs, of graphs made after the first step, and of skips. A skip is
-        # a forward or backward pass that torch could not record in a CUDA graph. The result is
-        # empty if the model is not compiled.
+        """Return the numbers of all graphs, of graphs made after the first step, and of skips.
+
+        A skip is a forward or backward pass that torch could not record in a CUDA graph. The result
+        is empty if the model is not compiled.
+        """
         if not self._asked:
             return {}
         from torch._dynamo.utils import counters

@@ -35,7 +35,7 @@ MOST_DOCUMENTS = 10**6
 
 @dataclass(frozen=True)
 class Speed:
-    """What is needed to convert tokens per second into TFLOP/s and MFU.
+    """The numbers with which tokens per second are converted into TFLOP/s and MFU.
 
     Attributes:
         flops_per_token: Maps the lengths of sequences to the floating-point operations of one
@@ -98,8 +98,6 @@ def keys_per_query(config: Config, corpora: Corpora = (), length: int | None = N
             document.
         length: The length of the sequences. The default is the config's `seq_length`.
     """
-    # Without `reset_attention_mask` in the config, or without a corpus, each sequence counts as one
-    # document.
     m = config.model
     length = length or m.seq_length
     texts = [(lengths[:MOST_DOCUMENTS], weight) for lengths, weight in corpora]
@@ -134,8 +132,7 @@ def flops_per_token(shape: GPTShape, keys: float) -> float:
     """Return the floating-point operations of one token, forward and backward.
 
     Args:
-        shape: The shape of the model.
-        keys: The mean number of keys that a query sees.
+        keys: The mean number of keys that a query sees (see `keys_per_query`).
     """
     b = shape.block
     heads = b.num_heads * b.head_size
@@ -154,8 +151,10 @@ def known_peak(device: torch.device, precision: str) -> float | None:
 
 
 def _peak_memory(device: torch.device) -> float:
-    """Return the peak memory of this process in GB."""
-    # On a GPU, this is the memory of the tensors there. Otherwise, it is all memory of the process.
+    """Return the peak memory of this process in GB.
+
+    On a GPU, this is the memory of the tensors there. Otherwise, it is all memory of the process.
+    """
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / 1e9
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e9

@@ -34,13 +34,13 @@ from megatron.run_folder import RunFolder
 def run_suite(
     config: Config, load: Path, *, out: Path | None = None, judge: Path | None = None
 ) -> Report:
-    """Run all measures on the newest checkpoint in `load`, and write the report.
+    """Measure the newest checkpoint of `load` at `eval_lengths`; write the report into `out`.
 
-    Every process of the job must call this function.
+    Documents shorter than the largest of `eval_lengths` are not read.
+
+    Call this function in a single process, or in every process of a torchrun job.
 
     Args:
-        config: The configuration, with the lengths in `eval_lengths`.
-        load: The run folder.
         out: The folder for the report; None means `load/suite`.
         judge: The run folder of the model that chooses the key tokens. With None, the measured
             model chooses them itself.
@@ -50,7 +50,6 @@ def run_suite(
             another tokenizer.
         DataError: Fewer than two documents are long enough.
     """
-    # Documents shorter than the largest of `eval_lengths` are not read.
     with job_or_alone(config) as groups:
         say: Callable[[str], None] = print if groups.is_main else lambda text: None
         run = open_run(load, config, groups)
@@ -112,9 +111,9 @@ def measure_all(
     """Return the results of all measures. Every rank must call this function.
 
     Args:
-        judge: The model that chooses the key tokens. None means the measured model.
+        judge: The model that chooses the key tokens. It chooses those tokens that it predicts
+            better with long context. None means the measured model.
     """
-    # The judge chooses those tokens that it predicts better with long context.
 
     def passes(of: Subject) -> tuple[np.ndarray, np.ndarray]:
         full_nT = of.losses(sample.sequences_nT)
