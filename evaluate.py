@@ -6,20 +6,18 @@ whether the model uses its long context.
 """
 
 import json
-import os
 import re
 from datetime import datetime
 from pathlib import Path
 
 from megatron import entry, launcher
-from megatron.config import ConfigError, load_config
 from megatron.config.command_line import (
     config_parser,
     load_for_use_or_exit,
     load_or_exit,
     sharing_layout,
 )
-from megatron.run_folder import RunFolder
+from megatron.files import existing, why_unwritable
 
 LENGTHS = "--lengths L1,L2,... (or `eval_lengths` in the config)"
 TASKS = "--eval_tasks TASK ... (or `eval_tasks` in the config)"
@@ -69,12 +67,14 @@ def main() -> int:
         text = "of several processes measures one of both: give --lengths or --eval_tasks"
         entry.refuse(f"error: the config has eval_lengths and eval_tasks, and a job {text}", 2)
     out = args.out or Path(load)
-    require_writable(out, makes=args.out is not None)
+    require_writable(out)
     from megatron.engine.job.error_messages import user_errors
 
     with user_errors():
         if args.suite:
-            measure_suite(args, config, Path(load))
+            from megatron.evaluation.suite.all_measures import run_suite
+
+            run_suite(config, Path(load), out=args.out, judge=args.judge)
             return 0
         if lengths:
             from megatron.evaluation.by_length import evaluate_checkpoint
@@ -85,21 +85,11 @@ def main() -> int:
     return 0
 
 
-def require_writable(out, *, makes):
-    """Check that results can be written into the folder `out`. If not, print why and exit with 1.
-
-    The check comes before the evaluation, which may take hours.
-
-    Args:
-        makes: Whether to create the folder if it does not exist.
-    """
-    try:
-        if makes:
-            out.mkdir(parents=True, exist_ok=True)
-        if out.is_dir() and not os.access(out, os.W_OK):
-            raise PermissionError("no permission to write there")
-    except OSError as error:
-        entry.refuse(f"error: results in {out}: {error}; give --out DIR", 1)
+def require_writable(out):
+    """Refuse a folder that cannot be written, before an evaluation that may take hours."""
+    why = why_unwritable(existing(out))
+    if why:
+        entry.refuse(f"error: results in {out}: {existing(out)} {why}; give --out DIR", 1)
 
 
 def asked(args):
@@ -117,27 +107,10 @@ def asked(args):
 
 
 def suite_lengths(config):
-    """Return overrides with the suite's own lengths: 1 to 16 times the training length."""
+    """Return config overrides with the suite's lengths, 1 to 16 times the training length."""
     lengths = [config.model.seq_length * 2**power for power in range(5)]
     print(f"no lengths are given: measuring {', '.join(map(str, lengths))}", flush=True)
     return f"eval_lengths={lengths}", f"eval_tokens={max(config.evaluation.eval_tokens, *lengths)}"
-
-
-def measure_suite(args, config, load):
-    """Measure how the model uses its context at the config's `eval_lengths`. Write a report."""
-    judge = None
-    if args.judge:
-        try:
-            overrides = sharing_layout(1)
-            judge = load_config(
-                [RunFolder(args.judge).config], overrides, world_size=launcher.world_size()
-            )
-        except ConfigError as error:
-            entry.refuse(f"error: --judge {args.judge}: {error}", 2)
-    from megatron.evaluation.suite.all_measures import run_suite
-
-    found = (judge, args.judge) if judge else None
-    run_suite(config, load, out=args.out, judge=found)
 
 
 def score_tasks(args, load, out, overrides):

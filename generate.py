@@ -22,10 +22,11 @@ MOST_CHARACTERS = 1 << 20
 
 
 def main() -> int:
-    """Generate text with the settings on the command line, and return the exit code.
+    """Generate text with the settings on the command line.
 
-    The exit code is 0 on success, 2 for a config error and 1 for any other error that the user can
-    fix.
+    Returns:
+        The exit code: 0 on success, 2 for a config error, 1 for another error that the user can
+        fix.
     """
     args = parse_arguments()
     if not launcher.is_alone():
@@ -41,7 +42,7 @@ def main() -> int:
         from megatron.generation.sampling import Sampling
 
         options = GenerationOptions(
-            lambda: read_prompts(args.prompts) if args.prompts else args.prompt,
+            lambda: asked(args),
             args.max_new_tokens,
             Sampling(args.temperature, args.top_k, args.top_p, args.min_p, args.repetition_penalty),
             tuple(args.stop),
@@ -50,6 +51,7 @@ def main() -> int:
             args.batch_size,
             args.json,
             args.num_samples,
+            args.interactive,
         )
         generate(
             config,
@@ -70,6 +72,8 @@ def parse_arguments() -> argparse.Namespace:
     given.add_argument("--prompt", action="append", metavar="TEXT", help=text)
     text = "one prompt per line; - reads stdin; FILE.jsonl: an object with `prompt` per line"
     given.add_argument("--prompts", metavar="FILE", help=text)
+    text = "ask for a prompt again and again; Ctrl-D ends"
+    given.add_argument("--interactive", action="store_true", help=text)
     add("--num-samples", type=number(int, 1), default=1, metavar="N", help="per prompt [1]")
     add("--max-new-tokens", type=number(int, 1), default=128, metavar="N", help="[128]")
     add("--temperature", type=number(float, 0.0), default=1.0, metavar="T", help="0: greedy [1]")
@@ -91,8 +95,17 @@ def parse_arguments() -> argparse.Namespace:
     return args
 
 
+def asked(args):
+    """Return the prompts that the options name. None means no prompt, or the end of input."""
+    if not args.interactive:
+        return read_prompts(args.prompts) if args.prompts else args.prompt
+    print("> ", end="", file=sys.stderr, flush=True)
+    lines = (line.rstrip("\r\n") for line in iter(sys.stdin.readline, ""))
+    return next(([line] for line in lines if line), None)
+
+
 def read_prompts(name):
-    """Return the prompts in the file `name`: its lines, or those in the objects of a JSONL file.
+    """Return the prompts in the file `name`: one per line, or one per object of a JSONL file.
 
     Raises:
         DataError: A line of a JSONL file is no object with a text `prompt` or `text`.

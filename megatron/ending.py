@@ -16,8 +16,9 @@ LONGEST = 5.0
 class EndJob(Protocol):
     """A function that ends all processes of a job with an error message.
 
-    This process ends with the exit code `code`. The other processes also end with `code` if
-    `ends_all` is true, otherwise with 1.
+    Args:
+        code: The exit code of this process.
+        ends_all: Whether the other processes end with `code` too; otherwise they end with 1.
     """
 
     def __call__(self, text: str, *, code: int, ends_all: bool = False) -> NoReturn: ...
@@ -27,32 +28,38 @@ _end_job: list[EndJob] = []
 
 
 def register(end_job: EndJob) -> None:
-    """Set the function that `end_job_of_this_process` calls. `engine.job.failure` calls this."""
+    """Set the function that ends all processes of the job."""
+    # `end_job_of_this_process` calls it, and `engine.job.failure` registers it.
     _end_job[:] = [end_job]
 
 
 def end_job_of_this_process(text: str, *, code: int, ends_all: bool = False) -> None:
-    """Print `text` and end all processes of the job.
+    """End all processes of this job with an error message. Do nothing outside of a job.
 
-    Do nothing if this process has no job, or if `register` was not called. A process belongs to a
-    job if a launcher such as torchrun started it as one of several.
+    Args:
+        text: The message, which is printed.
+        code: The exit code of this process.
+        ends_all: Whether the other processes also end with this exit code. If not, they end with 1.
     """
+    # A job is several processes that a launcher such as torchrun started together.
     if _end_job and is_member():
         _end_job[0](text, code=code, ends_all=ends_all)
 
 
 def is_member() -> bool:
-    """Return whether a launcher such as torchrun started this process as one of several."""
+    """Return whether a launcher (such as torchrun) started this process together with others."""
     several = os.environ.get("WORLD_SIZE", "1") != "1"
     return several and {"RANK", "MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys()
 
 
 def end_now(code: int) -> NoReturn:
-    """Call the functions in `GIVE_BACK`, then end this process with exit code `code`.
+    """Release what other processes wait for, then end this process.
 
-    The functions release what other processes wait for, such as the lease of a run folder. After
-    `LONGEST` seconds the process ends even if a function has not returned.
+    Args:
+        code: The exit code.
     """
+    # The functions in `GIVE_BACK` release for example the lease of a run folder. If they take
+    # longer than `LONGEST` seconds, the process ends without waiting for them.
 
     def give_back() -> None:
         for function in GIVE_BACK:

@@ -35,7 +35,8 @@ NEEDED = ("pydantic", "yaml", "numpy", "torch", "deepspeed")
 
 
 def say_what_is_missing(kind: type, error: BaseException, trace: "TracebackType | None") -> None:
-    """Print an error that no command has caught; of a package of `NEEDED`, only how to get it."""
+    """Print an uncaught error. For a missing package, print only how to install it."""
+    # Only for the packages in `NEEDED`.
     if isinstance(error, ModuleNotFoundError) and error.name in NEEDED:
         print(
             f"error: {sys.executable} has no package {error.name}: activate the environment of "
@@ -57,12 +58,11 @@ INTERRUPTED = 130
 
 
 def run(main: "Callable[[], int]") -> "NoReturn":
-    """Call `main` and exit with the code that it returns.
-
-    If the reader of stdout has exited, as in `train.py CONFIG --check | head -1`, the command exits
-    with the code `NOBODY_READS` (141) and prints no traceback. The signal SIGPIPE stays ignored, as
-    is Python's default. Otherwise any broken network connection would kill a training job.
-    """
+    """Call `main` and exit with the code that it returns."""
+    # If the reader of stdout has exited, as in `train.py CONFIG --check | head -1`, the command
+    # exits with the code `NOBODY_READS` (141) and prints no traceback. The signal SIGPIPE stays
+    # ignored, as is Python's default. Otherwise any broken network connection would kill a training
+    # job.
     try:
         try:
             code = main()
@@ -88,9 +88,13 @@ def run(main: "Callable[[], int]") -> "NoReturn":
 
 
 def refuse(text: str, code: int) -> "NoReturn":
-    """Print `text`, the reason why the command cannot run, and exit with `code`.
+    """Print why the command cannot run, and exit.
 
     If this process belongs to a distributed job, end all processes of the job.
+
+    Args:
+        text: The reason.
+        code: The exit code.
     """
     from megatron.ending import end_job_of_this_process
 
@@ -102,10 +106,12 @@ def refuse(text: str, code: int) -> "NoReturn":
 def reports(*known: "type[Exception]") -> "Callable[[Callable[..., int]], Callable[..., int]]":
     """Return a decorator that makes `main` print expected errors without a traceback.
 
-    If `main` raises an OSError, a UserError or an exception of a type in `known`, the decorated
-    `main` prints `error: MESSAGE` and returns exit code 1. A BrokenPipeError is raised again,
-    because `run` handles it.
+    The decorated `main` prints `error: MESSAGE` and returns exit code 1.
+
+    Args:
+        known: The expected errors, apart from OSError and UserError.
     """
+    # A BrokenPipeError is raised again, because `run` handles it.
 
     from megatron.errors import UserError
 

@@ -35,7 +35,7 @@ def replacing(path: Path) -> Iterator[Path]:
 
 @contextmanager
 def naming(path: Path) -> Iterator[None]:
-    """Name `path` in an OSError of the `with` block that names no file, such as that of a write."""
+    """Add the path to an OSError of the `with` block that names no file, such as a failed write."""
     try:
         yield
     except OSError as error:
@@ -57,10 +57,12 @@ def write_bytes(path: Path, content: bytes) -> None:
 
 
 def replace_table(path: Path, content: bytes | None) -> None:
-    """Atomically replace the file `path` with `content`, or remove it if `content` is None.
+    """Atomically replace the file `path`, or remove it.
 
-    If the earlier file has another content, it is kept under the name `NAME.previous`.
+    Args:
+        content: The new content; None removes the file.
     """
+    # If the earlier file has another content, it is kept under the name `NAME.previous`.
     old = read_small(path, 1 << 30) if path.exists() else None
     if old is not None and old != content:
         write_bytes(path.with_name(f"{path.name}.previous"), old)
@@ -74,9 +76,9 @@ def read_small(path: Path, most: int) -> bytes:
     """Return the content of a file of unknown origin.
 
     Raises:
-        OSError: The file cannot be read, is no regular file (reading a named pipe would wait for
-            ever), or has more than `most` bytes.
+        OSError: The file cannot be read, is no regular file, or has more than `most` bytes.
     """
+    # Reading a named pipe would wait for ever.
     with open(path, "rb", opener=without_waiting) as file:
         found = os.fstat(file.fileno())
         if not S_ISREG(found.st_mode):
@@ -105,7 +107,7 @@ def read_start(path: Path, most: int = 4096) -> str:
 
 
 def without_waiting(path: str, flags: int) -> int:
-    """Open a file like `os.open`, but do not wait until a named pipe has a writer or a reader."""
+    """Open a file like `os.open`, but do not wait for the other end of a named pipe."""
     descriptor = os.open(path, flags | os.O_NONBLOCK, 0o666)
     os.set_blocking(descriptor, True)
     return descriptor
@@ -130,9 +132,10 @@ def parse_json(text: str | bytes) -> Any:
     """Return the value of a JSON text of unknown origin.
 
     Raises:
-        ValueError: The text is not JSON, is nested too deeply, or contains an integer with more
-            digits than Python converts (4300 by default).
+        ValueError: The text is not JSON, is nested too deeply, or contains an integer with too many
+            digits.
     """
+    # Python converts 4300 digits by default.
     try:
         return json.loads(text)
     except RecursionError:
@@ -140,11 +143,9 @@ def parse_json(text: str | bytes) -> Any:
 
 
 def flush(path: Path) -> None:
-    """Flush a file or a folder to disk with fsync.
-
-    Flushing a file before it is renamed ensures that a crash cannot leave the new name without the
-    file's content.
-    """
+    """Flush a file or a folder to disk with fsync."""
+    # To be called before a file is renamed. Otherwise, a crash could leave an incomplete file under
+    # the new name.
     descriptor = os.open(path, os.O_RDONLY)
     try:
         with naming(path):

@@ -20,16 +20,10 @@ from typing import TYPE_CHECKING, NamedTuple
 if TYPE_CHECKING:
     from psutil import Process
 
+_OF_MPI = ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")
 LAUNCHERS = (
     # the launcher; its variables: rank, tasks, rank on this machine, tasks on this machine
-    (
-        "mpirun",
-        *(f"OMPI_COMM_WORLD_{name}" for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")),
-    ),
-    (
-        "mpirun",
-        *(f"MV2_COMM_WORLD_{name}" for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")),
-    ),
+    *(("mpirun", *(f"{mpi}_COMM_WORLD_{name}" for name in _OF_MPI)) for mpi in ("OMPI", "MV2")),
     ("mpirun", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
     # Without srun, a batch script sees SLURM_NTASKS too, but not the number of tasks of a step.
     ("srun", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_STEP_TASKS_PER_NODE"),
@@ -54,7 +48,7 @@ class LaunchError(Exception):
 
 
 class Task(NamedTuple):
-    """The place of this process among the tasks that a launcher started."""
+    """The rank of this process among the tasks that a launcher started, and their number."""
 
     launcher: str
     mark: str  # the variable that the launcher sets in each task
@@ -65,11 +59,11 @@ class Task(NamedTuple):
 
 
 def task() -> Task | None:
-    """Return this process's place among the tasks that srun or mpirun started.
+    """Return this process's rank among the tasks that srun or mpirun started, and their number.
 
-    The result is None if the variable RANK is set, because torch reads the place from RANK. It is
-    also None if neither srun nor mpirun has started several tasks.
+    The result is None without several such tasks, or if the variable RANK is set.
     """
+    # torch reads the rank from RANK.
     if "RANK" in os.environ:
         return None
     for launcher, *names in LAUNCHERS:
@@ -87,15 +81,13 @@ def world_size() -> str:
 
 
 def is_alone() -> bool:
-    """Return whether no launcher started this process."""
+    """Return whether this process runs without a launcher such as torchrun."""
     return task() is None and "RANK" not in os.environ and "WORLD_SIZE" not in os.environ
 
 
 def stay_out() -> None:
-    """Remove the variable RANK, so that this process does not join its launcher's job.
-
-    WORLD_SIZE is kept, so `world_size` still returns the job's number of processes.
-    """
+    """Remove the variable RANK, so that this process does not join its launcher's job."""
+    # WORLD_SIZE is kept, so `world_size` still returns the job's number of processes.
     os.environ.pop("RANK", None)
 
 
@@ -128,7 +120,7 @@ def join() -> None:
 
 
 def launcher_has_ended() -> bool:
-    """Return whether the launcher, or a process between it and this process, has ended."""
+    """Return whether the launcher, or another ancestor up to the launcher, has ended."""
     import psutil
 
     with contextlib.suppress(psutil.NoSuchProcess):
@@ -142,7 +134,8 @@ def launcher_has_store() -> bool:
 
 
 def outlive_launcher() -> None:
-    """Make `launcher_has_ended` return False from now on, because this process ends soon anyway."""
+    """Make `launcher_has_ended` return False from now on."""
+    # To be called when the process ends soon.
     _launcher.clear()
 
 
@@ -176,7 +169,8 @@ def start_ranks(count: int) -> int:
 
 
 def _meeting_point(found: Task) -> tuple[str, str]:
-    """Return the values of MASTER_ADDR (rank 0's machine) and MASTER_PORT, equal for all tasks."""
+    """Return the address and port at which the tasks meet, equal for all tasks."""
+    # These are the values of MASTER_ADDR (rank 0's machine) and MASTER_PORT.
     address, port = (os.environ.get(name) for name in MASTER)
     by_srun = found.launcher == "srun"
     nodes = os.environ.get("SLURM_STEP_NODELIST" if by_srun else "SLURM_JOB_NODELIST")
@@ -201,7 +195,7 @@ def _meeting_point(found: Task) -> tuple[str, str]:
 
 
 def _first_host(nodes: str) -> str:
-    """Return the first host of Slurm's list `nodes`, such as gpu07 for "gpu[07-10,12],login1"."""
+    """Return the first host of Slurm's list of nodes, such as gpu07 for "gpu[07-10,12]"."""
     first = re.match(r"(?:[^,\[]|\[[^\]]*\])+", nodes)
     return re.sub(r"\[(\w+)[^\]]*\]", r"\1", first.group() if first else nodes)
 
@@ -209,13 +203,11 @@ def _first_host(nodes: str) -> str:
 def _parents(mark: str) -> list[Process]:
     """Return this process's parent, the parent's parent and so on, up to the launcher.
 
-    The list is empty if no launcher started this process.
-
     Args:
-        mark: The name of an environment variable that the launcher sets in each task. A shell
-            between the launcher and a task has this variable, too. Only the launcher itself lacks
-            it, so the launcher is the first parent without this variable.
+        mark: The name of an environment variable that the launcher sets for its tasks.
     """
+    # The launcher is the first ancestor without this variable. The list is empty if no launcher
+    # started this process.
     import psutil
 
     parents = psutil.Process().parents()

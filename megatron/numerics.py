@@ -15,24 +15,24 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Numerics:
-    """The default rounding rules: compute at least in fp32.
+    """The rules by which a model rounds. By default, it computes at least in fp32.
 
     Attributes:
-        published: Whether numbers are rounded where the released KERPLE code rounds them.
-        counts_empty_step: Whether Adam's bias correction counts the extra step with zero gradients
-            that DeepSpeed takes at the start of 16-bit training without ZeRO.
+        published: Whether values are rounded where the released KERPLE code rounds them.
+        counts_empty_step: Whether Adam's bias correction counts an extra first step without
+            gradients.
     """
+
+    # DeepSpeed takes this step with zero gradients at the start of 16-bit training without ZeRO.
 
     published = False
     counts_empty_step = False
 
     @property
     def projects_master(self) -> bool:
-        """Whether the fp32 master copy of theta is clamped to the bounds of theta.
-
-        Theta stands for the learned parameters of positional embeddings. The model's 16-bit copy of
-        theta is always clamped.
-        """
+        """Whether the fp32 copy of the positional parameters is clamped to their bounds."""
+        # The optimizer updates this copy, called the master. The model's 16-bit copy is always
+        # clamped.
         return True
 
     def working_dtype(self, dtype: torch.dtype) -> torch.dtype:
@@ -40,10 +40,8 @@ class Numerics:
         return torch.promote_types(dtype, torch.float32)
 
     def constant(self, value: Tensor) -> Tensor:
-        """Return the constant tensor `value`, such as slopes or frequencies.
-
-        Only `PublishedNumerics` rounds constants. The result always has the dtype of `value`.
-        """
+        """Round a tensor of constants, such as slopes or frequencies. The dtype stays the same."""
+        # Only `PublishedNumerics` rounds constants. Other rules return `value` unchanged.
         return value
 
     def log1p(self, x: Tensor) -> Tensor:

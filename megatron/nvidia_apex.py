@@ -13,16 +13,18 @@ import torch
 
 
 def find(module: str, name: str, extension: str) -> tuple[Any, str]:
-    """Return (a class or function of apex, ""), or (None, the reason why it cannot be used).
-
-    The package `apex` on PyPI is not NVIDIA's. Only NVIDIA's has `apex.optimizers.FusedAdam`.
+    """Return a class or function of NVIDIA's apex, or the reason why it cannot be used.
 
     Args:
         module: The module of apex, such as `apex.optimizers`.
         name: The name of the class or function in that module.
-        extension: The CUDA extension that the class or function needs, such as `amp_C`. A build of
-            apex may lack it.
+        extension: The CUDA extension that the class or function needs, such as `amp_C`.
+
+    Returns:
+        (class or function, ""), or (None, reason).
     """
+    # The package `apex` on PyPI is not NVIDIA's. Only NVIDIA's has `apex.optimizers.FusedAdam`. A
+    # build of apex may lack the extension.
     if not torch.cuda.is_available():
         return None, "there is no GPU"
     try:

@@ -55,17 +55,18 @@ class Leave(Exception):
 
 
 class Preemption:
-    """One rank's part in ending the whole job early, after a signal or a time limit.
+    """Ends the job early after a signal or a time limit. Each rank has one such object.
 
     Args:
         exit_code: The exit code of this process if the job ends early.
-        minutes: The number of minutes, counted from the creation of this object, after which the
-            job ends early even without a signal. None sets no limit.
+        minutes: The number of minutes from now after which the job ends early even without a
+            signal. None sets no limit.
 
     Attributes:
-        decided: An event. It is set when this rank knows after which optimizer step or evaluation
-            batch all ranks end the job.
+        decided: An event that is set when this rank knows where all ranks end the job.
     """
+
+    # The place is an optimizer step or an evaluation batch.
 
     def __init__(self, exit_code: int = 0, minutes: float | None = None):
         self.exit_code, self._minutes = exit_code, minutes
@@ -92,11 +93,17 @@ class Preemption:
         threading.Thread(target=self._read, args=(reader,), name="signals", daemon=True).start()
 
     def begin(self) -> None:
-        """Declare that training starts. Later signals take effect only at a safe point."""
+        """Declare that training starts."""
+        # Later signals take effect only at a safe point.
         self._trains = True
 
     def ask(self, why: str) -> None:
-        """Ask all ranks to end the job at one of the next safe points, for the reason `why`."""
+        """Ask all ranks to end the job soon.
+
+        Args:
+            why: The reason.
+        """
+        # The job ends at one of the next safe points.
         with self._lock:
             self.why = self.why or why
             if _ranks() == 1 and self._at is None:
@@ -104,7 +111,7 @@ class Preemption:
                 self.decided.set()
 
     def due(self) -> bool:
-        """Return whether all ranks end the job at this safe point. Every rank must call this."""
+        """Return whether all ranks end the job here. Every rank must call this."""
         if self._minutes is not None and time.monotonic() - self._begin > 60 * self._minutes:
             self.ask(f"exit_duration_in_mins {self._minutes:g}")
         with self._lock:
@@ -117,16 +124,15 @@ class Preemption:
         return self.left
 
     def exchange(self, store: Any) -> bool:
-        """Agree with the other ranks on the safe point at which to end the job.
-
-        The rank's `failure.Watch` calls this method at each poll of the store.
+        """Agree with the other ranks on where to end the job.
 
         Args:
             store: The job's key-value store, a `torch.distributed.Store`.
 
         Returns:
-            Whether an agreement is under way, so that the next poll should follow soon.
+            Whether an agreement is in progress. If so, the next call should follow soon.
         """
+        # The rank's `failure.Watch` calls this method at each poll of the store.
         if self.why and not self._announced:
             where = f"{self.why} at rank {os.environ['RANK']} on {socket.gethostname()}"
             store.compare_set("leave", "", json.dumps(where))
@@ -193,7 +199,8 @@ def listen(exit_code: int, minutes: float | None) -> None:
 
 
 def begin() -> None:
-    """Declare that training starts (see `Preemption.begin`)."""
+    """Declare that training starts."""
+    # See `Preemption.begin`.
     if _current:
         _current.begin()
 
@@ -216,21 +223,27 @@ def safe_point() -> None:
 
 
 def exchange(store: Any) -> bool:
-    """Agree with the other ranks on where to end the job early (see `Preemption.exchange`)."""
+    """Agree with the other ranks on where to end the job early.
+
+    Args:
+        store: The job's key-value store.
+
+    Returns:
+        Whether the next call should follow soon.
+    """
+    # See `Preemption.exchange`.
     return _current is not None and _current.exchange(store)
 
 
 def reason() -> str:
-    """Return the reason for which the job has ended early at a safe point; "" if it has not."""
+    """Return why the job has ended early, or "" if it has not."""
     return _current.why if _current and _current.left else ""
 
 
 def finish() -> int:
-    """Ignore signals from now on, and return the exit code of this process.
-
-    Python resets its signal handlers while it exits. Without this function, a signal at that time
-    would end the process with another exit code, although everything is saved.
-    """
+    """Ignore signals from now on, and return the exit code of this process."""
+    # Python resets its signal handlers while it exits. A signal would then end the process with a
+    # wrong exit code, although everything is saved.
     if not _current:
         return 0
     for number in SIGNALS:
@@ -239,12 +252,10 @@ def finish() -> int:
 
 
 def _outlive_launcher() -> None:
-    """Let this process continue to its last safe point, even if a signal has ended its launcher.
-
-    Do nothing if the job has several ranks and its launcher holds the job's key-value store. Then
-    the store ends together with the launcher, and without the store the ranks cannot agree on a
-    safe point.
-    """
+    """Let this process continue to its last safe point, even if its launcher has ended."""
+    # Nothing is done if the job has several ranks and its launcher holds the job's key-value store.
+    # Then the store ends together with the launcher, and without the store the ranks cannot agree
+    # on a safe point.
     if _ranks() == 1 or not launcher.launcher_has_store():
         launcher.outlive_launcher()
 
@@ -254,13 +265,13 @@ def _ranks() -> int:
 
 
 def _nothing(_number: int, _frame: Any) -> None:
-    """Handle a signal by doing nothing. A thread reads the signal from a pipe instead.
-
-    Python writes a signal to the pipe (`signal.set_wakeup_fd`) only if the signal has a handler.
-    """
+    """Handle a signal by doing nothing."""
+    # A thread reads the signal from a pipe instead. Python writes a signal to the pipe
+    # (`signal.set_wakeup_fd`) only if the signal has a handler.
 
 
 def _say(text: str) -> None:
-    """Print `text` on stderr, even while the main thread redirects `sys.stderr` to hide output."""
+    """Print `text` on the real stderr."""
+    # The main thread may have redirected `sys.stderr` to hide output.
     with contextlib.suppress(OSError):  # nobody reads, or the disk is full
         print(text, file=sys.__stderr__, flush=True)

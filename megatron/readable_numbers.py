@@ -14,7 +14,7 @@ def decimals(value: float, digits: int) -> int:
 
 
 def told_apart(*values: float) -> list[str]:
-    """Format values with three significant digits, or with up to six if two would look equal."""
+    """Format values with three significant digits, or with up to six to keep them distinct."""
     texts: list[str] = []
     for digits in range(3, 7):
         texts = [f"{value:,.{decimals(value, digits)}f}" for value in values]

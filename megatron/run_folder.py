@@ -35,16 +35,15 @@ _TAG = "global_step"
 class RunFolder:
     """A folder that holds a run, or the results of an evaluation. It may be missing.
 
-    `config`, `latest`, `provenance`, `log`, `metrics`, `wandb_id`, `extrapolation`, `baselines`,
-    `accuracy` and `kernels` are the paths of files in the folder (see the module docstring). Each
-    file may be missing.
-
     Attributes:
         path: The folder.
+        config, latest, provenance, log, metrics, wandb_id, extrapolation, baselines, accuracy,
+            kernels: The paths of files in the folder. Each file may be missing.
         suite: The folder into which `evaluate.py --suite` writes.
-        results: Two paths: the table of perplexity by length, and the table of accuracy by length.
-            A run has at most one of these tables.
+        results: The paths of the tables by length: perplexity and accuracy.
     """
+
+    # The module docstring describes the files. A run has at most one of the tables in `results`.
 
     def __init__(self, path: Path | str):
         self.path = path = Path(path)
@@ -62,12 +61,13 @@ class RunFolder:
         return [tag_of(step) for step in sorted(int(s) for s in steps if s.isdecimal())]
 
     def newest_tag(self) -> tuple[str | None, str]:
-        """Return the name of the checkpoint in the file `latest` (or None), and a problem (or "").
+        """Return the name of the newest checkpoint (or None), and a problem (or "").
 
-        The problem is a text for the user. It says that `latest` is missing although there are
-        checkpoints, that the checkpoint named in `latest` does not exist, or that this folder is
-        itself a checkpoint. If the folder has no checkpoints, the result is (None, "").
+        The file `latest` names the checkpoint. The problem is a text for the user.
         """
+        # There are three problems: `latest` is missing although there are checkpoints, `latest`
+        # names a missing checkpoint, or this folder is itself a checkpoint. If the folder has no
+        # checkpoints, the result is (None, "").
         if not self.latest.is_file():
             if is_checkpoint(self.path):
                 return None, (
@@ -99,8 +99,9 @@ class RunFolder:
     def metrics_rows(self, *, newest_first: bool = False) -> Iterator[dict[str, Any]]:
         """Yield the rows of `metrics.jsonl` as dicts with an integer `step`.
 
-        An incomplete last line and damaged lines are left out. A run may be writing the file.
+        Damaged lines are left out.
         """
+        # The last line may be incomplete, because a run may be writing the file.
         content = read_small(self.metrics, MOST_BYTES) if self.metrics.is_file() else b""
         lines = content.decode("utf-8", "replace").split("\n")[:-1]
         for line in reversed(lines) if newest_first else lines:
@@ -130,11 +131,9 @@ def is_checkpoint(folder: Path) -> bool:
 
 
 def is_published(checkpoint: Path) -> bool:
-    """Return whether the checkpoint folder `global_stepN` is in the published (GPT-NeoX) layout.
-
-    GPT-NeoX and this project both write `layer_*` files. A folder that contains `kerple.json` or
-    `rng_rank_*.pt` is not in the published layout, because only this project writes these two.
-    """
+    """Return whether a checkpoint folder is in the published (GPT-NeoX) layout."""
+    # GPT-NeoX and this project both write `layer_*` files. Only this project writes `kerple.json`
+    # and `rng_rank_*.pt`, so a folder with such a file is not in the published layout.
     ours = (checkpoint / RECORD).is_file() or any(checkpoint.glob("rng_rank_*.pt"))
     if ours:  # `kerple.json` may have been lost, and the `rng_rank` files not
         return False

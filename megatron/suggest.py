@@ -9,8 +9,8 @@ from collections.abc import Iterable
 def nearest(word: str, known: Iterable[str], *, cutoff: float = 0.6) -> str | None:
     """Return the name in `known` that is most similar to `word`, ignoring case.
 
-    Return None if the similarity of every name is below `cutoff`. Similarities are from 0 to 1, as
-    in `difflib`.
+    Args:
+        cutoff: The least similarity, from 0 to 1 as in `difflib`. Below it, the result is None.
     """
     names = {name.lower(): name for name in known}
     found = difflib.get_close_matches(word.lower(), names, n=1, cutoff=cutoff)

@@ -27,7 +27,6 @@ CONFIG = "configs/quickstart.yml"
         (("tools/check_parity.py", "tests", "--backend", "egaer"), 2, "choose from 'auto'"),
         (("tools/check_parity.py", "tests", "--configs", "no"), 2, "no such folder: no"),
         (("tools/check_parity.py", "tests", "--tp", "0"), 2, "argument --tp: 0 is not in [1, inf]"),
-        (("tools/inspect_shards.py", "x", "--png", "x.jpeg"), 2, "the histogram is a PNG"),
     ],
 )
 def test_mistakes(repo_root, command, code, message):

@@ -10,6 +10,7 @@ import sys
 import pytest
 
 import evaluate
+from megatron.evaluation.suite import all_measures
 from tests.helpers.paths import ROOT
 
 QUICKSTART = ROOT / "configs" / "quickstart.yml"
@@ -33,9 +34,13 @@ def test_a_misspelt_config_and_a_wrong_folder(tmp_path):
         "1 problem in the configuration:\nconfigs/quickstrat.yml: no such file; did you mean "
         f"quickstart.yml? the current folder is {ROOT}; check the path\n"
     )
-    assert said("train.py", "configs/quickstart.yml", code=2, cwd=tmp_path) == (
-        "1 problem in the configuration:\nconfigs/quickstart.yml: no such file; the current folder "
-        f"is {tmp_path}; check the path\n"
+    assert said("train.py", "quickstrat", code=2, cwd=tmp_path) == (
+        "1 problem in the configuration:\nquickstrat: no such file; did you mean quickstart.yml? "
+        f"the current folder is {tmp_path}; check the path\n"
+    )
+    assert said("train.py", "configs/mine.yml", code=2, cwd=tmp_path) == (
+        "1 problem in the configuration:\nconfigs/mine.yml: no such file; the current folder is "
+        f"{tmp_path}; check the path\n"
     )
     assert said("train.py", tmp_path / "x.yml", code=2) == (
         f"1 problem in the configuration:\n{tmp_path}/x.yml: no such file; check the path\n"
@@ -99,7 +104,7 @@ def test_a_python_without_the_packages(tmp_path):
 
 def test_the_suite_without_lengths_measures_multiples_of_the_training_length(monkeypatch, capsys):
     seen = []
-    monkeypatch.setattr(evaluate, "measure_suite", lambda args, config, load: seen.append(config))
+    monkeypatch.setattr(all_measures, "run_suite", lambda config, load, **_: seen.append(config))
     command = [
         "evaluate.py",
         str(QUICKSTART),

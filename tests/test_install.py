@@ -1,4 +1,4 @@
-"""Test the package as pip installs it: its files, and with megatron-core beside it.
+"""Test the package as pip installs it: its files, its commands, and with megatron-core beside it.
 
 Offline: the wheel is built with the installed hatchling, and a wheel with the layout of
 megatron-core (`megatron/core/__init__.py`, no `megatron/__init__.py`) is written here.
@@ -6,6 +6,7 @@ megatron-core (`megatron/core/__init__.py`, no `megatron/__init__.py`) is writte
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -16,6 +17,9 @@ from pathlib import Path
 import pytest
 from packaging.requirements import Requirement
 
+from tests.helpers.sources import COMMANDS
+
+ONLY_IN_A_CHECKOUT = ("tools/check_parity.py", "tools/gpu_trial.py", "tools/pages/")
 OURS, CORE = "kerple-neox", "megatron-core"
 
 
@@ -46,20 +50,31 @@ def core_wheel(tmp_path_factory) -> Path:
     return path
 
 
-def pip(*arguments: object) -> None:
+def pip(*arguments: object) -> str:
     done = subprocess.run(
         [sys.executable, "-m", "pip", "--disable-pip-version-check", "-q", *map(str, arguments)],
         capture_output=True, text=True,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
 
 
 class Environment:
-    """A virtual environment that sees torch and its dependencies, but not this checkout."""
+    """A virtual environment that sees torch and its dependencies, but not this checkout.
+
+    Its folder `others` has a link to each installed package but this project.
+    """
 
     def __init__(self, folder: Path):
         self.folder, self.python = folder, folder / "venv" / "bin" / "python"
         subprocess.run([sys.executable, "-m", "venv", "--without-pip", folder / "venv"], check=True)
+        self.others = folder / "others"
+        self.others.mkdir()
+        for each in Path(sysconfig.get_path("purelib")).iterdir():
+            if "kerple" not in each.name and each.suffix != ".pth":
+                (self.others / each.name).symlink_to(each)
+        [packages] = (folder / "venv" / "lib").glob("*/site-packages")
+        (packages / "others.pth").write_text(f"{self.others}\n")
 
     def install(self, wheel: Path) -> None:
         pip("--python", self.python, "install", "--no-deps", "--no-index", wheel)
@@ -71,11 +86,26 @@ class Environment:
         """Return whether the statement runs. Any error but a missing module fails the test."""
         done = subprocess.run(
             [self.python, "-c", statement],
-            cwd=self.folder, env=os.environ | {"PYTHONPATH": sysconfig.get_path("purelib")},
-            capture_output=True, text=True,
+            cwd=self.folder, capture_output=True, text=True,
         )  # fmt: skip
         assert done.returncode == 0 or "ModuleNotFoundError" in done.stderr, done.stderr
         return done.returncode == 0
+
+    def kerple(self, *arguments: object) -> str:
+        """Return what a command prints. It runs in a folder outside the checkout."""
+        done = subprocess.run(
+            [self.folder / "venv" / "bin" / "kerple", *map(str, arguments)], timeout=240,
+            cwd=self.folder, capture_output=True, text=True, env=os.environ | {"WORLD_SIZE": "1"},
+        )  # fmt: skip
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done.stdout
+
+
+@pytest.fixture(scope="module")
+def installed(wheel, tmp_path_factory) -> Environment:
+    environment = Environment(tmp_path_factory.mktemp("installed"))
+    environment.install(wheel)
+    return environment
 
 
 def test_both_work_together_and_either_alone(wheel, core_wheel, tmp_path):
@@ -98,12 +128,15 @@ def test_both_work_together_and_either_alone(wheel, core_wheel, tmp_path):
 def test_the_wheel_holds_the_package_and_nothing_else(repo_root, wheel):
     with zipfile.ZipFile(wheel) as archive:
         packed = {name for name in archive.namelist() if ".dist-info/" not in name}
+    beside = {"pyproject.toml", "requirements.txt", *COMMANDS}
     tree = {
         path.relative_to(repo_root).as_posix()
-        for path in (repo_root / "megatron").rglob("*")
+        for folder in ("megatron", "configs", "tools")
+        for path in (repo_root / folder).rglob("*")
         if path.is_file() and path.suffix != ".pyc"
     }
-    assert packed == tree
+    tree = {name for name in tree if not name.startswith(ONLY_IN_A_CHECKOUT)} | beside
+    assert packed == {name if name.startswith("megatron/") else f"kerple/{name}" for name in tree}
     assert "megatron/__init__.py" not in packed, "megatron is a namespace, shared with others"
     assert "megatron/py.typed" in packed, "type checkers read the hints only beside it"
     assert {"megatron/data/shards/__init__.py", "megatron/pretraining/run.py"} <= packed
@@ -125,3 +158,58 @@ def test_the_wheel_needs_what_requirements_txt_pins(repo_root, wheel):
     for name in ("pytest", "ftfy"):  # of requirements-dev.txt and what it includes
         assert any(line.startswith(name) and "'dev'" in line for line in required)
     assert "Requires-Python: >=3.11" in text
+
+
+NAMES = ("train", "evaluate", "generate", "prepare", "doctor", "sweep", "table")
+NAMES += ("export-hf", "import-hf", "lm-eval")
+TINY = """{num_layers: 1, hidden_size: 16, num_attention_heads: 2, seq_length: 16, eval_iters: 1,
+data_path: data/mine_text_document, split: '8,1,1', train_iters: 2, save: runs/a, load: null,
+eval_lengths: [16], eval_tokens: 32, eval_context_baseline: 0, log_interval: 1}"""
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_command_shows_its_help(installed, name):
+    assert installed.kerple(name, "--help").startswith("usage: ")
+
+
+def test_kerple_lists_its_commands(installed):
+    listed = installed.kerple("--help").split()
+    assert {*NAMES} <= {*listed}
+    assert "check-parity" not in listed
+
+
+def test_shipped_configs_prepare_and_train_outside_the_checkout(installed):
+    """A name, a whole path, a grid and a tokenizer's file mean shipped files."""
+    folder = installed.folder
+    by_name, by_path = (
+        installed.kerple("train", name, "--check")
+        for name in ("quickstart", "configs/quickstart.yml")
+    )
+    assert by_name == by_path and "site-packages/kerple/configs/quickstart.yml" in by_name
+    assert "90 cells" in installed.kerple("sweep", "configs/paper/table3.yml", "--list")
+    rows = [json.dumps({"text": f"a text of some words {i}" * 9}) for i in range(10)]
+    (folder / "texts.jsonl").write_text("\n".join(rows))
+    (folder / "tiny.yml").write_text(TINY)
+    tokenizer = ("-t", "HFTokenizer", "-v", "configs/quickstart_bpe.json")
+    given = ("--input", "texts.jsonl", "--name", "mine", "-d", "data", "--workers", "1")
+    installed.kerple("prepare", *given, *tokenizer)
+    installed.kerple("train", "quickstart", "tiny")
+    steps = [
+        json.loads(line) for line in (folder / "runs/a/metrics.jsonl").read_text().splitlines()
+    ]
+    assert [row["step"] for row in steps if "train/loss" in row] == [1, 2]
+    assert (folder / "runs/a/extrapolation.csv").is_file()
+
+
+def test_the_environments_own_torch_is_left_alone(wheel, tmp_path):
+    """A build with a version of its own, as in a container of a vendor, satisfies the range."""
+    environment = Environment(tmp_path)
+    [torch] = environment.others.glob("torch-*.dist-info")
+    torch.unlink()
+    own = environment.others / "torch-2.12.0a0+own.dist-info"
+    own.mkdir()
+    (own / "METADATA").write_text("Metadata-Version: 2.1\nName: torch\nVersion: 2.12.0a0+own\n")
+    (own / "RECORD").write_text("")
+    asked = ["install", "--dry-run", "--no-index", "--report", "-", wheel]
+    report = json.loads(pip("--python", environment.python, *asked))
+    assert [each["metadata"]["name"] for each in report["install"]] == [OURS]

@@ -10,31 +10,16 @@ optimizer. `local_setup.yml` is added if it has no key in common with the model 
 processes is the product of a file's parallel sizes. A fine-tuning file may be refused because the
 `save` in `local_setup.yml` equals the `load` in the fine-tuning file. If this is the only error,
 the file is loaded again with the `save` that the error message proposes.
-
-With `--shapes FILE.json`, the tool also writes the distinct shapes of the accepted files: the keys
-of the model section that differ from their defaults, with sizes scaled down to `SMALL`, and the
-files of each shape. `tests/fixtures/config/block_shapes.json` was made in this way.
 """
 
-from __future__ import annotations
-
-import json
 import math
 import re
 from pathlib import Path
 
 from megatron import entry
 from megatron.config import Config, ConfigError, load_config
-from megatron.config.fields import key_of
 from megatron.config.reader import read_file
-from megatron.config.sections.model import ModelConfig
-from megatron.files import write_text
 
-SMALL = {"hidden_size": 32, "num_attention_heads": 4, "seq_length": 16}
-"""The sizes to which `--shapes` scales models down."""
-SIZES = {*SMALL, "num_layers", "seq_length_val", "max_position_embeddings"}
-SIZES |= {"make_vocab_size_divisible_by"}
-"""Keys of the model section that do not belong to a shape."""
 FOLDERS = ("configs", "kerple_configs")
 
 
@@ -82,31 +67,6 @@ def check(path: Path, root: Path) -> tuple[Config | None, list[str]]:
         return config, [f"with -o {override}" for override in overrides]
 
 
-def shape_of(model: ModelConfig) -> dict:
-    """Return the config keys in which a small copy of `model` differs from the defaults, as a dict.
-
-    The copy has the sizes in `SMALL`, and its other sizes are scaled down, too. The keys in `SIZES`
-    are left out.
-    """
-    width, heads, length = (small / getattr(model, key) for key, small in SMALL.items())
-    values = model.model_dump() | {
-        "intermediate_size": round(model.intermediate_size * width),
-        "num_kv_heads": max(1, round(model.num_kv_heads * heads)),
-        "mlp_multiple_of": max(1, model.mlp_multiple_of // 32),
-    }
-    if isinstance(model.sliding_window_width, int):
-        values["sliding_window_width"] = max(1, round(model.sliding_window_width * length))
-    usual = {"num_layers": 2, "num_kv_heads": 4, "intermediate_size": 128} | SMALL
-    usual = ModelConfig.model_validate(usual).model_dump()
-    if model.head_dim * model.num_attention_heads == model.hidden_size:
-        values["head_dim"] = usual["head_dim"]
-    return {
-        str(key_of(ModelConfig, name)): value
-        for name, value in values.items()
-        if name not in SIZES and value != usual[name]
-    }
-
-
 def _keys(path: Path) -> dict:
     """Return the top-level keys of a file with their values."""
     return {keys[0]: given.value for keys, given in read_file(path)[0].items()}
@@ -123,10 +83,8 @@ def main() -> int:
     """
     parser = entry.parser(__doc__)
     parser.add_argument("checkouts", nargs="+", type=Path, metavar="CHECKOUT")
-    parser.add_argument("--shapes", type=Path, metavar="FILE.json", help="write the shapes there")
-    total, shapes = 0, dict[str, list[str]]()
-    args = parser.parse_args()
-    roots = args.checkouts
+    total, accepted = 0, 0
+    roots = parser.parse_args().checkouts
     for root in roots:
         if not any((root / folder).is_dir() for folder in FOLDERS):
             parser.error(f"{root} has no folder {' or '.join(FOLDERS)}; name a checkout")
@@ -134,18 +92,11 @@ def main() -> int:
         for path in model_files(root):
             config, texts = check(path, root)
             name, total = f"{root.name}/{path.relative_to(root)}", total + 1
-            if config:
-                shape = json.dumps(shape_of(config.model), sort_keys=True)
-                shapes.setdefault(shape, []).append(name)
+            accepted += config is not None
             print(f"{'accepted' if config else 'refused':<9} {name}")
             for text in texts:
                 print(f"          {text}")
-    accepted = sum(map(len, shapes.values()))
     print(f"{accepted} of {total} model files accepted, {total - accepted} refused")
-    if args.shapes:
-        listed = [{"keys": json.loads(keys), "files": files} for keys, files in shapes.items()]
-        write_text(args.shapes, json.dumps(listed, indent=1) + "\n")
-        print(f"{len(listed)} shapes written to {args.shapes}")
     return 0 if total else 1
 
 

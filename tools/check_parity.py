@@ -45,7 +45,8 @@ Case = tuple[str, Run]
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run every case, print the results, and return the exit code (see the module docstring)."""
+    """Run every case, print the results, and return the exit code."""
+    # See the module docstring.
     parser = entry.parser(__doc__)
     add = parser.add_argument
     add("folders", nargs="+", type=Path, metavar="DIR")
@@ -97,10 +98,8 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def results_of(name: str, run: Run) -> Iterator[Result]:
-    """Run a case and yield its results.
-
-    If the case raises an exception, yield a failed result that describes the exception.
-    """
+    """Run a case and yield its results."""
+    # If the case raises an exception, a failed result that describes the exception is yielded.
     try:
         found = run()
         yield from [found] if isinstance(found, Result) else found
@@ -123,12 +122,10 @@ def cases(args: argparse.Namespace) -> Iterator[Case]:
 def cases_in(folder: Path, name: str, files: set[str], args: argparse.Namespace) -> Iterator[Case]:
     """Yield (name, function that runs the case) for each case in `folder`.
 
-    Cases in its subfolders are not included. A case is recognised by the file names in `files`.
-
     Args:
-        folder: The folder to examine.
+        folder: The folder to examine, without its subfolders.
         name: The name of the folder for the output.
-        files: The names of the files in `folder`.
+        files: The names of the files in `folder`, by which a case is recognised.
         args: The command line's arguments.
     """
     # Modules are imported only for the cases that need them: data and model cases run without
@@ -157,7 +154,7 @@ def cases_in(folder: Path, name: str, files: set[str], args: argparse.Namespace)
 
 
 def data_cases(folder: Path, name: str, files: set[str]) -> Iterator[Case]:
-    """Yield (name, function that runs the case) for each case of the kind `data` in `folder`.
+    """Yield (name, function that runs the case) for each case in `folder` that compares data.
 
     Args:
         name: The name of the folder for the output.
@@ -179,18 +176,19 @@ def data_cases(folder: Path, name: str, files: set[str]) -> Iterator[Case]:
 def sharded_case(
     folder: Path, name: str, files: set[str], tp: int, *, device: str, **options: Any
 ) -> Iterator[Result]:
-    """Check one case of the kind `models` or `training`, with one attention backend.
+    """Check one case about a model or its training, with one attention backend.
 
     Args:
         folder: The folder of the case.
         name: The name of the case for the output.
-        files: The names of the files in `folder`. A case of the kind `models` has expected.npz.
+        files: The names of the files in `folder`.
         tp: The number of tensor-parallel ranks.
-        device: The device for a case of the kind `models`, `cpu` or `cuda`.
-        options: `backend` is the name of the attention backend. `again` says whether another
-            backend was already checked. If so, results that do not depend on the backend are left
-            out.
+        device: The device for a case about a model, `cpu` or `cuda`.
+        options: More arguments for the check.
     """
+    # A case of the kind `models` has expected.npz. `backend` in `options` is the name of the
+    # attention backend. `again` says whether another backend was already checked. If so, results
+    # that do not depend on the backend are left out.
     if "expected.npz" in files:
         from tests.parity.model_cases import check_model
 

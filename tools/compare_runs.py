@@ -8,8 +8,6 @@ metrics.jsonl that both have. The names of the runs, their folders, commands, ti
 and how long threads spin, are left out. The exit code is 0 if nothing differs, and 1 otherwise.
 """
 
-from __future__ import annotations
-
 import difflib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -50,11 +48,15 @@ def main() -> int:
 
 
 def contents(run: RunFolder) -> tuple[dict[str, Any], list[str], dict[str, Any]]:
-    """Return the last start in the run's `run.json`, the lines of its patch, and its `config.yml`.
+    """Return what is compared of a run.
+
+    Returns:
+        (record of the last start, lines of the patch of the code, configuration).
 
     Raises:
         UserError: A file is missing or damaged.
     """
+    # The files are `run.json`, the patch and `config.yml`.
     path = run.provenance
     try:
         found = parse_json(read_small(path, MOST_BYTES))
@@ -67,7 +69,13 @@ def contents(run: RunFolder) -> tuple[dict[str, Any], list[str], dict[str, Any]]
 
 
 def differences(before: str, a: Mapping[str, Any], b: Mapping[str, Any]) -> Iterator[str]:
-    """Yield `BEFOREkey.inner: VALUE_A | VALUE_B` for each value that differs in nested dicts."""
+    """Yield a line for each value that differs between two nested dicts.
+
+    Args:
+        before: A text for the start of each line.
+        a, b: The dicts.
+    """
+    # The line is `BEFOREkey.inner: VALUE_A | VALUE_B`.
     for key in [*a, *(key for key in b if key not in a)]:
         one, other = a.get(key, "-"), b.get(key, "-")
         if isinstance(one, dict) and isinstance(other, dict):
@@ -77,7 +85,7 @@ def differences(before: str, a: Mapping[str, Any], b: Mapping[str, Any]) -> Iter
 
 
 def later_losses(*runs: RunFolder) -> Iterator[str]:
-    """Yield a line for each metric that differs, with the first step at which it does."""
+    """Yield a line for each metric that differs, with the first step at which it differs."""
     a, b = (
         {
             (name, row["step"]): value

@@ -30,8 +30,6 @@ and for larger heads, spills are recorded but accepted. The CSV is written after
 run that was stopped can be continued with --changed.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import io
@@ -124,13 +122,12 @@ def variants(sample: bool) -> Iterator[Variant]:
 
 @lru_cache
 def kernel_of(name: str) -> tuple[PositionalEmbedding, DeviceFunctions, list[str]]:
-    """Return the distance kernel in `name`, its device functions, and a list of tensor names.
-
-    The list names the inputs that the other terms in `name` need.
+    """Return the distance kernel in `name`, its device functions, and the inputs of other terms.
 
     Args:
         name: A distance kernel, alone or with other terms, as in `kerple_log + forget_gate`.
     """
+    # The inputs are tensor names.
     names = name.split(" + ")
     tempered: Any = {"log_n": {"temper_bias": True}} if "tempered_bias" in names else {}
     names = [x.replace("tempered_bias", "log_n") for x in names]
@@ -140,7 +137,8 @@ def kernel_of(name: str) -> tuple[PositionalEmbedding, DeviceFunctions, list[str
 
 
 def tile_of(variant: Variant) -> Tile:
-    """Return the tile size that training uses for a variant, from `tile_sizes.TABLE`."""
+    """Return the tile size that training uses for a variant."""
+    # From `tile_sizes.TABLE`.
     itemsize, size = DTYPES[variant.dtype].itemsize, padded(variant.head_size)
     if variant.which in ("decode", "merge"):
         return few_rows(itemsize, size)
@@ -153,9 +151,11 @@ def tile_of(variant: Variant) -> Tile:
 def unchanged(rows: list[Row], wanted: list[Variant]) -> dict[Variant, Row]:
     """Return the variants in `wanted` that are already compiled, as a dict from variant to row.
 
-    A variant counts as compiled if `rows` has a row for it with the current Triton version and tile
-    size. Changes to the source code of the kernels are not noticed.
+    Args:
+        rows: The lines of the CSV of compiled kernels.
     """
+    # A variant counts as compiled if `rows` has a row for it with the current Triton version and
+    # tile size. Changes to the source code of the kernels are not noticed.
     written = {row.variant: row for row in rows if row.triton == triton.__version__}
     return {
         variant: row
@@ -166,10 +166,9 @@ def unchanged(rows: list[Row], wanted: list[Variant]) -> dict[Variant, Row]:
 
 
 def build(variant: Variant) -> Row:
-    """Compile one variant, and return its row of the CSV.
-
-    The compiler assumes that all pointers and strides are divisible by 16, as it does at run time.
-    """
+    """Compile one variant, and return its row of the CSV."""
+    # The compiler assumes that all pointers and strides are divisible by 16, as it does at run
+    # time.
     tile, (pos, functions, terms) = tile_of(variant), kernel_of(variant.kernel)
     terms = [*terms, *(("position",) if functions.reads_position else ())]
     terms += ["lost"] if variant.dtype in HALF else []

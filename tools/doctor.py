@@ -1,14 +1,12 @@
 """Examine this machine and the installed software, and say what to do about each problem.
 
     python tools/doctor.py [CONFIG.yml ...] [--json]
-    torchrun --nnodes=... tools/doctor.py CONFIG.yml      # every machine of a job, and their clocks
+    torchrun --nnodes=... tools/doctor.py CONFIG.yml      # every machine of a job
 
 With a config, the tool also checks the run folder `save` of this config, and reports what the
 config's `auto` values choose. The report is plain text, to be pasted into an issue. The exit code
 is 1 if there is a problem.
 """
-
-from __future__ import annotations
 
 import argparse
 import json
@@ -31,10 +29,8 @@ from tools.checkup.finding import OK, PROBLEM, WARNING, Case, Finding
 CHECKS: dict[str, Callable[[Case], Iterator[Finding]]] = {
     "python": software.python,
     "packages": software.packages,
-    "triton": software.triton,
     "GPU": software.gpus,
     "compiler": software.compiler,
-    "apex": software.apex,
     "choices": software.choices,
     "processor": machine.cpu,
     "threads": machine.threads,
@@ -42,7 +38,6 @@ CHECKS: dict[str, Callable[[Case], Iterator[Finding]]] = {
     "disk": machine.disk,
     "shared memory": machine.shared_memory,
     "names": machine.names,
-    "clock": machine.clock,
 }
 _COLOURS = {OK: 32, WARNING: 33, PROBLEM: 31}
 
@@ -64,10 +59,10 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def examine(paths: list[Path]) -> list[tuple[str, Finding]]:
-    """Run all checks, and return a pair (name of the check, finding) for each finding.
+    """Run all checks, and return (name of the check, finding) for each finding.
 
     Args:
-        paths: The config files of the planned run, or an empty list.
+        paths: The config files of the planned run. May be empty.
     """
     report: list[tuple[str, Finding]] = []
     gpus = _gpu_count()

@@ -14,8 +14,6 @@ load the model and its tokenizer. Before DIR appears, the tool loads the export 
 compares its logits and token ids with this project's. See docs/huggingface.md.
 """
 
-from __future__ import annotations
-
 import os
 import tempfile
 from importlib.util import find_spec

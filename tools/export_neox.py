@@ -18,8 +18,6 @@ To load the export, set two keys in the published code's config:
   its own padded size with the checkpoint's.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from megatron import entry

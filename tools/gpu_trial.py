@@ -16,8 +16,6 @@ A measurement that ends its process, or takes longer than LIMIT seconds, is reco
 Without a GPU, the tool rehearses: it runs the same code in Triton's interpreter, on tiny inputs.
 """
 
-from __future__ import annotations
-
 import argparse
 import faulthandler
 import json
@@ -74,10 +72,10 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def work(args: argparse.Namespace, crashed: bool) -> None:
-    """Take all measurements that have no result yet. This is the main function of the child.
+    """Do all measurements that have no result yet. This function runs in the child process.
 
     Args:
-        crashed: Whether the child before this one ended within a measurement.
+        crashed: Whether the previous child process ended during a measurement.
     """
     os.setpgid(0, 0)
     if args.rehearse:

@@ -11,8 +11,6 @@ Only JSON, safetensors and tokenizer.model are read. Pickles (`pytorch_model.bin
 code in DIR is never run.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from megatron import entry

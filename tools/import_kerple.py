@@ -12,8 +12,6 @@ The import reads the weights, the step and the learning-rate schedule. It does n
 optimizer's state. Files whose pickled data would run code are refused.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from megatron import entry
@@ -71,11 +69,9 @@ def _checkpoint_in(folder: Path) -> Path:
 
 
 def _last_value(key: str, files: list[Path]) -> object:
-    """Return the value that the YAML files give to `key`, or None if no file contains `key`.
-
-    If several files contain `key`, the last one determines the value. The files may write `-`
-    instead of `_` in keys.
-    """
+    """Return the value that the YAML files give to `key`, or None if no file contains it."""
+    # If several files contain `key`, the last one determines the value. The files may write `-`
+    # instead of `_` in keys.
     value = None
     for file in files:
         settings, problems = read_file(file)

@@ -2,16 +2,13 @@
 
     python tools/inspect_shards.py data/mine_text_document -v vocab.json -m merges.txt
 
-The tool prints counts, and writes a histogram of document lengths to PREFIX.lengths.png. It prints
-documents as text if you give the files of the tokenizer that wrote the shards. The tokenizer's type
-is read from the shards' manifest, and files of another tokenizer are refused. Every token is read
-once, to check that all tokens lie inside the vocabulary. The exit code is 1 if anything is wrong.
+The tool prints counts and percentiles of the documents' lengths. It prints documents as text if you
+give the files of the tokenizer that wrote the shards. The tokenizer's type is read from the shards'
+manifest, and files of another tokenizer are refused. Every token is read once, to check that all
+tokens lie inside the vocabulary. The exit code is 1 if anything is wrong.
 """
 
-from __future__ import annotations
-
 import argparse
-from pathlib import Path
 
 from megatron import entry
 
@@ -39,11 +36,7 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     add("-m", "--merge-file")
     add("-n", "--documents", type=int, default=3, help="documents to print [%(default)s]")
     add("--characters", type=int, default=400, help="of each [%(default)s]")
-    add("--png", help="where the histogram goes [PREFIX.lengths.png]")
-    arguments = parser.parse_args(argv)
-    if arguments.png and not arguments.png.endswith(".png"):
-        parser.error(f"--png {arguments.png}: the histogram is a PNG; write a name that ends so")
-    return arguments
+    return parser.parse_args(argv)
 
 
 @entry.reports()
@@ -58,10 +51,6 @@ def main(argv: list[str] | None = None) -> int:
         check_tokenizer(arguments.prefix, tokenizer)
     vocab_size = tokenizer.vocab_size if tokenizer else (manifest or {}).get("vocab_size")
     check_tokens(shards, manifest, vocab_size)
-    png = arguments.png or f"{arguments.prefix}.lengths.png"
-    if len(shards):
-        draw_lengths(shards.sizes, png, Path(arguments.prefix).name)
-        print(f"lengths: {png}")
     if tokenizer is None:
         print("documents: give the tokenizer (-t, -v, -m) to see them decoded")
     else:
@@ -102,13 +91,12 @@ def print_counts(shards: ShardReader, manifest: dict | None) -> None:
 
 
 def check_tokens(shards: ShardReader, manifest: dict | None, vocab_size: int | None) -> None:
-    """Check the numbers of documents and tokens, and check that the vocabulary has every token.
+    """Check the numbers of documents and tokens, and the token ids.
 
     Args:
         shards: The shards to check.
-        manifest: The manifest of the shards, with the expected counts. If it is None, the counts
-            are not checked.
-        vocab_size: The number of token ids. If it is None, the tokens are not checked.
+        manifest: The description of the shards, with the expected counts. None skips this check.
+        vocab_size: The number of token ids in the vocabulary. None skips this check.
 
     Raises:
         ShardError: The manifest has other counts, or a token is outside the vocabulary.
@@ -126,19 +114,6 @@ def check_tokens(shards: ShardReader, manifest: dict | None, vocab_size: int | N
                 f"{shards.prefix}.bin: token {block.max()} near token {start:,} is outside the "
                 f"vocabulary of {vocab_size}"
             )
-
-
-def draw_lengths(sizes: np.ndarray, path: str, title: str) -> None:
-    """Draw a histogram of document lengths, with logarithmic axes, to the PNG file `path`."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(7, 4), layout="constrained")
-    axes = figure.subplots()
-    longest = max(2, int(sizes.max(initial=1)))
-    axes.hist(np.maximum(sizes, 1), bins=np.geomspace(1, longest + 1, 60).tolist(), color="#4878a8")
-    axes.set(xscale="log", yscale="log", xlabel="tokens in the document", ylabel="documents")
-    axes.set_title(f"{title}: {len(sizes):,} documents")
-    figure.savefig(path, dpi=120)
 
 
 def print_documents(shards: ShardReader, tokenizer: Tokenizer, count: int, characters: int) -> None:

@@ -12,8 +12,6 @@ A task's YAML file may run code (`!function`), and a task's data set may run cod
 tasks that you trust.
 """
 
-from __future__ import annotations
-
 import argparse
 import sys
 from contextlib import redirect_stdout
@@ -25,10 +23,11 @@ from megatron.config.command_line import config_parser, load_for_use_or_exit
 
 
 def main() -> int:
-    """Score the run that the command line names, and return the exit code.
+    """Score the run that the command line names.
 
-    The exit code is 0 on success, 2 for a config error and 1 for any other error that the user can
-    fix.
+    Returns:
+        The exit code: 0 on success, 2 for a config error, 1 for another error that the user can
+        fix.
     """
     args = parse_arguments()
     if not launcher.is_alone():

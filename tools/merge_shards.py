@@ -9,8 +9,6 @@ merged files are then, byte for byte, those that an unpartitioned run would have
 because `data_path` may also be a list or a glob of shards.
 """
 
-from __future__ import annotations
-
 from megatron import entry
 from megatron.data.shards.joined import find_prefixes
 from megatron.data.shards.merge import merge

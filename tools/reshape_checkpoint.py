@@ -9,8 +9,6 @@ Training does not need this tool, because train.py converts checkpoints by itsel
 convert a checkpoint on another machine, or to read the optimizer state.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from megatron import entry

@@ -12,8 +12,6 @@ one is running. The file cells.csv beside the run folders lists all cells. The e
 cell failed, is stale or was left to another sweep, and 130 after a signal.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import shlex
@@ -51,7 +49,8 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
 
 @entry.reports()
 def main(argv: list[str] | None = None) -> int:
-    """Run the grid, and return the exit code (see the module docstring)."""
+    """Run the grid, and return the exit code."""
+    # See the module docstring.
     args = parse_arguments(argv)
     try:
         grid = read_grid(args.grid, dict(args.set))
@@ -84,7 +83,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _train_tokenizer(grid: Grid, wanted: TrainedTokenizer) -> None:
-    """Train the tokenizer of a grid, unless its file exists."""
+    """Train the tokenizer of a grid if its file is missing."""
     file, text = (filled(each, grid.variables) for each in (wanted.file, wanted.text))
     if not Path(file).exists():
         print(f"training a tokenizer on {text}: {file}", flush=True)
@@ -92,7 +91,7 @@ def _train_tokenizer(grid: Grid, wanted: TrainedTokenizer) -> None:
 
 
 def _list(cells: list[Cell], grid: Grid) -> int:
-    """Print each cell with its state, or with the problems of its configuration."""
+    """Print each run of a grid with its state, or with the problems of its configuration."""
     wrong = 0
     for cell in cells:
         try:
@@ -127,7 +126,7 @@ def _run(args: argparse.Namespace, grid: Grid, left: list[Cell], *, stale: bool)
 
 
 def _devices(args: argparse.Namespace, processes: int) -> list[str]:
-    """Return one value of CUDA_VISIBLE_DEVICES for each cell that may run at the same time."""
+    """Return one value of CUDA_VISIBLE_DEVICES for each run that may be active at the same time."""
     import torch
 
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")

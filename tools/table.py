@@ -9,8 +9,6 @@ contains report.html (one file with the plots), tables.md, tables.tex, results.c
 theta.csv (how far the kernels' parameters moved) and the plots.
 """
 
-from __future__ import annotations
-
 import argparse
 from pathlib import Path
 
@@ -39,10 +37,8 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
 
 @entry.reports()
 def main(argv: list[str] | None = None) -> int:
-    """Write the results of a grid or of run folders, and return the exit code.
-
-    Also print the tables, and the verdicts on a grid's claims if there are any.
-    """
+    """Write the results of a grid or of run folders, and return the exit code."""
+    # Also print the tables, and the verdicts on a grid's claims if there are any.
     args = parse_arguments(argv)
     grid, judged, remarks, rows = None, [], [], "embedding"
     if args.runs[0].is_dir():

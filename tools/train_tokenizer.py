@@ -7,13 +7,12 @@ TEXT is a file, a folder of text files, or a builtin corpus. The same text and s
 file. The vocabulary contains the 256 bytes and the token that ends a document.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 
 from megatron import entry
-from megatron.data.corpora.python_stdlib import PREFIX, stdlib_files, stdlib_root
+from megatron.config.builtin import PREFIX
+from megatron.data.corpora.python_stdlib import stdlib_files, stdlib_root
 from megatron.data.errors import DataError
 from megatron.data.tokenizers.base import END_OF_DOCUMENT
 from megatron.files import write_text

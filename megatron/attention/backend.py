@@ -24,12 +24,12 @@ F = TypeVar("F", bound=Callable)
 
 
 class AttentionError(ValueError):
-    """A backend is unavailable, or inputs are invalid. The error message names a remedy."""
+    """An attention backend is not available, or its inputs are invalid."""
 
 
 @dataclass(frozen=True)
 class Request:
-    """The properties of a model's attention calls, by which a backend is chosen.
+    """What a model requires of an attention backend.
 
     Attributes:
         pos: The positional embedding.
@@ -37,9 +37,9 @@ class Request:
         dtype: The dtype of q, k and v.
         training: Whether gradients are needed.
         dropout: Whether dropout is applied to the softmax weights.
-        head_size: The head size E, or None if E is not known.
-        masked: Whether documents or a window hide earlier keys from a query.
-        decays: Whether a decay is added to the logits, as by a forget gate.
+        head_size: The head size, or None if it is not known.
+        masked: Whether documents or a window hide some earlier keys from a query.
+        decays: Whether a forget gate lowers the logits.
     """
 
     pos: PositionalEmbedding
@@ -58,17 +58,14 @@ class Backend:
 
     Attributes:
         name: The name, as in the config key `attention_backend`.
-        function: Computes the attention output [batch, heads, queries, head size] of a call that
-            `call.lowered` has simplified. If the call has `return_lse`, the function returns
-            (output, lse). `lse` is the natural logarithm of each softmax's denominator, [batch,
-            heads, queries] in at least fp32.
-        refusal: Returns why the backend does not serve a request, or None if it serves the request.
-        remark: Returns a text for the log about a request that the backend serves. The text may be
-            empty.
+        function: Computes attention. Returns the output, or (output, lse) if the call asks for it.
+            lse is the log-sum-exp of each softmax [batch, heads, queries], in at least fp32.
+        refusal: Returns why the backend does not support a request, or None if it does.
+        remark: Returns a text for the log about a request. The text may be empty.
         grouped: Whether k and v may have fewer heads than q.
-        gives_lse: Whether the function serves calls with `return_lse`.
-        tempers: Returns whether the backend multiplies the scores by an embedding's temperature.
-            Otherwise, `call.lowered` multiplies q by the temperature.
+        gives_lse: Whether `function` can return lse.
+        tempers: Returns whether the backend multiplies the scores by the embedding's temperature.
+            If not, the caller multiplies q by the temperature.
     """
 
     name: str
@@ -81,23 +78,23 @@ class Backend:
 
 
 def wants_gradients(call: Call) -> bool:
-    """Return whether autograd will ask for the gradient of any input of the call."""
+    """Return whether any input of an attention call needs a gradient."""
     inputs = (call.q_BHTE, call.k_BKSE, call.v_BKSE, call.theta_HN, call.decay_BHS, call.sink_H)
     return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs)
 
 
 def weighted(pos: PositionalEmbedding) -> bool:
-    """Return whether the embedding multiplies the query-key products by a factor."""
+    """Return whether the embedding multiplies the query-key products by some function."""
     if not pos.has("distance"):
         return False
     return pos.weight(torch.ones(1, len(pos.parameters)), torch.arange(2)) is not None
 
 
 def constant(function: F) -> F:
-    """Decorate a function so that `torch.compile` treats the function's result as a constant.
+    """Decorate a function so that `torch.compile` treats its result as a constant.
 
-    The function runs once, at compile time. A compiled graph serves only the object that was the
-    function's first argument.
+    The function runs once, at compile time. The compiled graph is valid only if the function's
+    first argument is the same object.
     """
 
     # by address, because torch 2.11 accepts only numbers, texts and the like
@@ -115,7 +112,7 @@ def constant(function: F) -> F:
 
 
 def check(call: Call) -> None:
-    """Check that the inputs of a call are valid and fit together.
+    """Check the inputs of an attention call.
 
     Raises:
         AttentionError: Shapes, dtypes or devices do not fit together, or a number is out of range.
@@ -125,7 +122,7 @@ def check(call: Call) -> None:
 
 
 def check_terms(call: Call) -> None:
-    """Raise `AttentionError` if devices differ, or if an input other than q, k and v is invalid."""
+    """Check the inputs of an attention call other than the shapes and dtypes of q, k and v."""
     q_BHTE, k_BKSE, v_BKSE, theta_HN = call.q_BHTE, call.k_BKSE, call.v_BKSE, call.theta_HN
     batch, heads, queries, _ = q_BHTE.shape
     keys = k_BKSE.shape[2]
@@ -175,7 +172,7 @@ def check_terms(call: Call) -> None:
 
 
 def check_qkv(q_BHTE: Tensor, k_BKSE: Tensor, v_BKSE: Tensor) -> None:
-    """Raise `AttentionError` if the shapes or dtypes of q, k and v do not fit together."""
+    """Check that the shapes and dtypes of q, k and v fit together."""
     if any(x.dim() != 4 for x in (q_BHTE, k_BKSE, v_BKSE)) or 0 in q_BHTE.shape[1:]:
         raise AttentionError(
             f"q {list(q_BHTE.shape)}, k {list(k_BKSE.shape)} and v {list(v_BKSE.shape)} must be "

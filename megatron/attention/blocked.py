@@ -49,7 +49,11 @@ _outside_of_graphs = torch._disable_dynamo(run)  # pyright: ignore[reportPrivate
 
 
 def blocked(call: Call) -> Any:
-    """Compute the attention output of `call`; see `choice.AttentionFn.__call__`."""
+    """Compute attention tile by tile, without storing all scores at once.
+
+    Return the output [batch, heads, queries, head size], or (output, lse) if the call asks for it.
+    lse is the log-sum-exp of each softmax.
+    """
     if call.q_BHTE.shape[2] == 1 and not wants_gradients(call) and not call.dropout_p:
         return eager(call)  # a single row needs neither blocks nor copies of the keys
     inputs, others = arguments_of(call)

@@ -19,11 +19,13 @@ from megatron.positional.base import PositionalEmbedding
 
 @dataclass(frozen=True)
 class Call:
-    """The inputs of one attention call. `choice.AttentionFn.__call__` describes most of them.
+    """The inputs of one attention call.
+
+    `AttentionFn.__call__` describes the inputs that are not listed here.
 
     Attributes:
-        sink_H: The logit of each head's null key, if there is a sink. `lowered` computes it.
-        return_lse: Whether a backend returns (output, lse); see `backend.Backend`.
+        sink_H: The logit of each head's attention sink. None without a sink.
+        return_lse: Whether to return (output, lse). lse is the log-sum-exp of each softmax.
     """
 
     q_BHTE: Tensor
@@ -44,18 +46,18 @@ class Call:
 
     @property
     def has_kernel(self) -> bool:
-        """Whether the positional embedding has a distance kernel."""
+        """Whether the embedding has a bias or a weight that depends on the query-key distance."""
         return self.pos.has("distance")
 
     @property
     def theta(self) -> Tensor:
-        """The embedding's parameters theta [heads, columns]. The embedding must have some."""
+        """The embedding's parameters [heads, parameters]. `self.theta_HN` must not be None."""
         assert self.theta_HN is not None
         return self.theta_HN
 
     @property
     def masked(self) -> bool:
-        """Whether documents or a window limit the keys that a query sees."""
+        """Whether documents or a window hide some earlier keys from a query."""
         return self.starts_BS is not None or self.window is not None
 
     @property
@@ -64,24 +66,27 @@ class Call:
         return self.query_offset + self.q_BHTE.shape[2]
 
     def query_rows(self) -> Tensor:
-        """Return the index of each query's own key, int64 [T]."""
+        """Return the index of the key at the position of each query, int64 [queries]."""
         return torch.arange(self.query_offset, self.end, device=self.q_BHTE.device)
 
     def query_starts(self) -> Tensor | None:
-        """Return the start of each query's document [B, T], or None if there are no documents."""
+        """Return the position at which each query's document starts, [batch, queries].
+
+        Return None if each sequence is one document.
+        """
         if self.starts_BS is None:
             return None
         return self.starts_BS[:, self.query_offset : self.end]
 
     def first_keys(self) -> Tensor | None:
-        """Return the index of the first key that each query sees, int64 [B or 1, T].
+        """Return the index of the first key that each query sees, int64 [batch or 1, queries].
 
-        The indices never decrease along the sequence. The result is None if there are neither
-        documents nor a window.
+        Return None if there are neither documents nor a window.
         """
         if not self.masked:
             return None
         first_BT = torch.zeros(1, 1, dtype=torch.int64, device=self.q_BHTE.device)
+        # The indices never decrease along the sequence.
         if self.window is not None:
             first_BT = (self.query_rows() - self.window).clamp(min=0)[None]
         if (starts_BT := self.query_starts()) is not None:
@@ -89,9 +94,12 @@ class Call:
         return first_BT
 
     def hidden(self, distance_TS: Tensor) -> Tensor:
-        """Return a mask that is true where a query does not see a key, bool [B or 1, 1, T, S].
+        """Return a mask that is true where a query does not see a key.
 
-        `distance_TS` holds the query-key distances. They are negative for future keys.
+        The mask is bool [batch or 1, 1, queries, keys].
+
+        Args:
+            distance_TS: The query-key distances [queries, keys]. Those of future keys are negative.
         """
         hidden_BHTS = (distance_TS < 0)[None, None]
         if (first_BT := self.first_keys()) is not None:
@@ -100,35 +108,38 @@ class Call:
         return hidden_BHTS
 
     def positions(self) -> Tensor:
-        """Return the position of each query in its document, [B or 1, T]."""
+        """Return the position of each query in its document, [batch or 1, queries]."""
         starts_BT = self.query_starts()
         if self.positions_BT is not None or starts_BT is None:
             return self.absolute_positions()
         return self.absolute_positions() - starts_BT
 
     def absolute_positions(self) -> Tensor:
-        """Return the positions of the queries, [B or 1, T].
-
-        These are `positions_BT` if given. Otherwise, positions are counted from the first key.
-        """
+        """Return the position of each query in the sequence, [batch or 1, queries]."""
+        # A caller may count positions in another way.
         if self.positions_BT is not None:
             return self.positions_BT
         return self.query_rows()[None]
 
     def temperature_positions(self) -> Tensor:
-        """Return the positions of queries, [B or 1, T], from which temperatures are computed."""
+        """Return the positions for which the temperature is computed, [batch or 1, queries]."""
         return self.positions() if self.pos.tempers_bias else self.absolute_positions()
 
     def bias(self, theta_HN: Tensor, distance_TS: Tensor) -> Tensor | None:
-        """Return the distance kernel's bias [B or 1, H, T, S], or None if it is 0 everywhere."""
+        """Return the bias of the logits [batch or 1, heads, queries, keys], or None if it is 0.
+
+        Args:
+            theta_HN: The embedding's parameters [heads, parameters].
+            distance_TS: The query-key distances [queries, keys]. Negative distances count as 0.
+        """
         d_1TS = distance_TS.clamp(min=0)[None]
         bias_HBTS = self.pos.bias_at(theta_HN, d_1TS, self.positions()[:, :, None])
         return None if bias_HBTS is None else bias_HBTS.transpose(0, 1)
 
     def lost(self, dtype: torch.dtype) -> Tensor | None:
-        """Return c_j - c_i for query i and key j, or None if there is no decay c.
+        """Return how much the forget gate lowers each logit, or None without a forget gate.
 
-        The result is [B, H, T, S] in `dtype`. Attention subtracts it from the logits.
+        The result is [batch, heads, queries, keys] in `dtype`.
         """
         if self.decay_BHS is None:
             return None
@@ -138,7 +149,7 @@ class Call:
         return (c_BHS[:, :, None] - c_BHT[..., None]).to(dtype)
 
     def with_null_key(self, logits_BHTS: Tensor) -> Tensor:
-        """Return the logits, with the sink's logit as one more column if there is a sink."""
+        """Return the logits, with a column for the attention sink if there is one."""
         if self.sink_H is None:
             return logits_BHTS
         null_H11 = self.sink_H.to(logits_BHTS.dtype)[:, None, None]
@@ -146,18 +157,17 @@ class Call:
 
 
 def lowered(call: Call, *, grouped: bool, tempered: bool = False) -> Call:
-    """Return an equivalent call that is simpler for a backend to compute.
-
-    The returned call has these properties. The embedding's temperature has been multiplied into q.
-    `sink_H` holds the logits of the embedding's sink. Keys after the last query's position have
-    been cut off. `pos` is the distance kernel alone, and `theta_HN` holds only its parameters.
+    """Return a call with the same result that is simpler to compute.
 
     Args:
-        grouped: Whether k and v may keep fewer heads than q. Otherwise the heads of k and v are
-            repeated.
-        tempered: Whether the temperature stays a part of `pos`, and q stays as it is.
+        grouped: Whether k and v may keep fewer heads than q. If not, their heads are repeated.
+        tempered: Whether the backend applies the embedding's temperature. If not, q is multiplied
+            by it here.
     """
     k_BKSE, v_BKSE, decay_BHS = call.k_BKSE, call.v_BKSE, call.decay_BHS
+    # In the returned call, `sink_H` has the logits of the embedding's sink. k, v and the decay
+    # end at the position of the last query. `pos` and `theta_HN` have only the distance kernel
+    # left.
     group = call.q_BHTE.shape[1] // k_BKSE.shape[1]
     if call.end < k_BKSE.shape[2]:  # later keys may hold anything, even NaN, and NaN times 0 is NaN
         k_BKSE, v_BKSE = (x[:, :, : call.end] for x in (k_BKSE, v_BKSE))
@@ -179,26 +189,26 @@ def lowered(call: Call, *, grouped: bool, tempered: bool = False) -> Call:
 
 
 def _tempered(call: Call) -> Tensor:
-    """Return the queries, each multiplied by the temperature of its position."""
+    """Return q, with each query multiplied by the embedding's temperature at its position."""
     q_BHTE = call.q_BHTE
     t_HBT = call.pos.temperature(call.theta, call.temperature_positions())
     return (q_BHTE * t_HBT.transpose(0, 1)[..., None]).to(q_BHTE.dtype)
 
 
 def document_starts(ended_BS: Tensor) -> Tensor:
-    """Return, for each token, the position of its document's first token, int64 [B, S].
+    """Return the position of the first token of each token's document, int64 [batch, tokens].
 
     Args:
-        ended_BS: Whether each token is the last of its document.
+        ended_BS: True at the last token of each document, bool [batch, tokens].
     """
     return _starts(ended_BS[:, :-1])
 
 
 def starts_from_ids(ids_BS: Tensor) -> Tensor:
-    """Return, for each token, the position of its document's first token, int64 [B, S].
+    """Return the position of the first token of each token's document, int64 [batch, tokens].
 
     Args:
-        ids_BS: A number for each token. Neighbours with equal numbers belong to one document.
+        ids_BS: The number of each token's document [batch, tokens].
 
     Raises:
         ValueError: `ids_BS` is not [batch, tokens].
@@ -209,10 +219,8 @@ def starts_from_ids(ids_BS: Tensor) -> Tensor:
 
 
 def _starts(changes_BR: Tensor) -> Tensor:
-    """Return, for each token, the position of its document's first token.
-
-    `changes_BR[:, i]` says whether token i + 1 is the first of a document.
-    """
+    """Return the position of the first token of each token's document, int64 [batch, tokens]."""
+    # `changes_BR` is true at index i if token i + 1 is the first token of a document.
     is_first_BS = F.pad(changes_BR, (1, 0))
     position_S = torch.arange(is_first_BS.shape[1], device=is_first_BS.device)
     return torch.where(is_first_BS, position_S, 0).cummax(1).values

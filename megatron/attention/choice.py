@@ -47,14 +47,13 @@ AUTO = {"cuda": ("fused", "blocked", "eager"), "cpu": ("blocked", "eager")}
 
 
 class AttentionFn:
-    """A function that computes attention with one backend, which was chosen for a request.
+    """A function that computes attention with a chosen backend.
 
     Attributes:
         backend: The chosen backend.
         reason: Why the backend was chosen, for the log.
-        request: The request for which the backend was chosen. Calls may differ from the request in
-            dtype, device, gradients or dropout. A call that the backend does not serve raises
-            `AttentionError`.
+        request: The requirements for which the backend was chosen. A call may differ from them if
+            the backend supports it.
     """
 
     def __init__(self, backend: Backend, reason: str, request: Request):
@@ -82,11 +81,10 @@ class AttentionFn:
         window: int | None = None,
         positions_BT: Tensor | None = None,
     ) -> Tensor:
-        """Return the attention output in q's shape [batch, heads, queries, head size] and dtype.
+        """Return the attention output in q's dtype and shape [batch, heads, queries, head size].
 
-        The output is differentiable in q, k, v, theta and the decay. Scores, softmax and sums are
-        computed in fp32 (fp64 for fp64 inputs), also under autocast. Rotary and input embeddings
-        have no effect here, because the model applies them before this call.
+        The output is differentiable in q, k, v, theta and the decay. Computations are in fp32 (fp64
+        for fp64 inputs), also under autocast. Rotary embeddings must be applied before this call.
 
         Args:
             q_BHTE: The queries [batch, heads, queries, head size].
@@ -95,39 +93,35 @@ class AttentionFn:
             pos: The positional embedding.
             theta_HN: The parameters of the positional embedding, one row for each head of q. Needed
                 only if `pos` has parameters.
-            scale: The factor of the query-key products, usually 1/sqrt(head size).
+            scale: The number that multiplies the query-key products, usually 1/sqrt(head size).
             dropout_p: The probability of dropping a softmax weight. Random numbers are drawn from
                 the default generator of q's device.
-            query_offset: The position of the first query. The first key has the position 0. There
-                must be a key at the position of each query. Keys after the last query are never
-                read, so a cache may have unused entries with any content.
-            decay_BHS: The decay c of each position [batch, heads, keys], in fp64 or fp32. c_i - c_j
-                is added to the logit of query i and key j. Long sequences need fp64.
-            starts_BS: The position of the first token of each token's document [batch, keys]. These
-                whole numbers never decrease along the sequence. A query sees only keys of its own
-                document.
+            query_offset: The position of the first query. The first key has the position 0. Keys
+                after the last query are ignored.
+            decay_BHS: The sum c of all log-decays up to each position [batch, heads, keys], as of a
+                forget gate. c_i - c_j is added to the logit of query i and key j. Long sequences
+                need fp64.
+            starts_BS: The position of the first token of each token's document [batch, keys]. A
+                query sees only keys of its own document.
             window: The largest distance at which a query sees a key.
-            positions_BT: The position of each query [batch, queries], for temperatures and for
-                biases that depend on positions. If None, temperatures count from the first key, and
-                biases count from the first token of the query's document.
+            positions_BT: The position of each query [batch, queries]. None means that biases use
+                the position in the document, and temperatures the position in the sequence.
 
         Raises:
-            AttentionError: The inputs do not fit together, or the backend does not serve them.
+            AttentionError: The inputs do not fit together, or the backend does not support them.
         """
         call = Call(
             q_BHTE, k_BKSE, v_BKSE, pos, theta_HN, scale=scale, dropout_p=dropout_p,
             query_offset=query_offset, decay_BHS=decay_BHS, starts_BS=starts_BS, window=window,
             positions_BT=positions_BT,
         )  # fmt: skip
+        # Unused entries of a cache of keys may contain anything.
         self._check_layout(call)
         return computed(self.backend, call)
 
     def _check_layout(self, call: Call) -> None:
-        """Check a call, unless it has the same layout as the previous call.
-
-        The layout consists of all shapes, dtypes, devices and numeric arguments. Within a training
-        step, the calls of all layers have the same layout, so only the first call is checked.
-        """
+        """Check an attention call, unless the previous call had the same shapes and dtypes."""
+        # All layers of a training step have the same layout, so only their first call is checked.
         if torch.compiler.is_compiling():  # runs once per layout; the graph contains no check
             self._check(call)
         elif (layout := _layout(call)) != self._checked_layout:
@@ -148,14 +142,15 @@ class AttentionFn:
 
 
 def choose(backend: str, pos: PositionalEmbedding, **conditions: Any) -> AttentionFn:
-    """Return an attention function that uses the backend named `backend`.
+    """Return an attention function that uses the backend with this name.
 
-    `Request(pos, **conditions)` describes the calls that the backend must serve. The name `auto`
-    means the first backend that serves this request, in the order of `AUTO`.
+    Args:
+        backend: The name of the backend. "auto" means the best backend for these conditions.
+        pos: The positional embedding.
+        conditions: Arguments of `Request`, such as the dtype.
 
     Raises:
-        AttentionError: The backend is unknown or does not serve this request. The error message
-            names the backends that serve it.
+        AttentionError: The backend is unknown, or does not support these conditions.
     """
     request = Request(pos, **conditions)
     if backend == "auto":
@@ -174,7 +169,7 @@ def choose(backend: str, pos: PositionalEmbedding, **conditions: Any) -> Attenti
 
 
 def first_that_serves(request: Request) -> AttentionFn:
-    """Choose the first backend that serves the request, in the order of `AUTO`."""
+    """Return an attention function that uses the best backend for a request."""
     reasons = [f"auto: for {request.pos.name} in {request.dtype} on {request.device_type}"]
     for name in AUTO.get(request.device_type, AUTO["cpu"]):
         backend = named(name, request.pos)
@@ -188,18 +183,16 @@ def first_that_serves(request: Request) -> AttentionFn:
 
 
 def named(name: str, pos: PositionalEmbedding) -> Backend:
-    """Return the backend called `name`.
-
-    If the embedding rounds as the released KERPLE code does (`PublishedNumerics`), the name `eager`
-    means the backend in the module `published_numerics`.
-    """
+    """Return the backend with this name."""
+    # The name `eager` has a second meaning for an embedding that rounds as the released KERPLE
+    # code does (`PublishedNumerics`).
     if name == "eager" and pos.numerics.published:
         return published_numerics.BACKEND
     return BACKENDS[name]
 
 
 def refusal(backend: Backend, request: Request) -> str | None:
-    """Return why the backend does not serve this request, or None if it does."""
+    """Return why the backend does not support a request, or None if it does."""
     sixteen_bit = request.dtype in (torch.bfloat16, torch.float16)
     if request.pos.numerics.published and sixteen_bit and backend is not published_numerics.BACKEND:
         return "computes in fp32, so it cannot round as published_numerics asks"
@@ -216,7 +209,7 @@ def refused(backend: str, why: str, request: Request) -> AttentionError:
 
 
 def _layout(call: Call) -> tuple:
-    """Return the properties of `call` that are checked, such as shapes and dtypes."""
+    """Return the shapes, dtypes and other properties of a call that a check depends on."""
     tensors = (call.q_BHTE, call.k_BKSE, call.v_BKSE, call.theta_HN)
     tensors += (call.decay_BHS, call.starts_BS, call.positions_BT)
     shapes = (None if x is None else (x.shape, x.dtype, x.device) for x in tensors)
@@ -225,7 +218,7 @@ def _layout(call: Call) -> tuple:
 
 
 def conditions(call: Call) -> dict[str, Any]:
-    """Return the properties of the call by which a backend is chosen, as arguments of `choose`."""
+    """Return the properties of a call as keyword arguments of `choose`, such as its dtype."""
     drops = False  # the branch and `index` make numbers constant that torch.compile left open
     if call.dropout_p > 0.0:
         drops = True
@@ -242,15 +235,17 @@ def conditions(call: Call) -> dict[str, Any]:
 
 @constant
 def name_of_choice(pos: PositionalEmbedding, backend: str, **conditions: Any) -> str:
-    """Return the name of the backend that `choose(backend, pos, **conditions)` chooses."""
+    """Return the name of the backend that `choose` returns for the same arguments."""
     return choose(backend, pos, **conditions).name
 
 
 def computed(backend: Backend, call: Call) -> Any:
-    """Return the attention output of a call that has been checked; see `Backend.function`.
+    """Return the output of an attention call, without checking its inputs.
+
+    Return (output, lse) if the call asks for it. lse is the log-sum-exp of each softmax.
 
     Raises:
-        AttentionError: The call asks for `lse`, which the backend does not return.
+        AttentionError: The call asks for lse, but the backend cannot return it.
     """
     device = call.q_BHTE.device.type
     if call.q_BHTE.shape[0] == 0:  # a kernel with nothing to do cannot be launched

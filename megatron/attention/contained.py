@@ -22,18 +22,19 @@ from megatron.attention.call import Call
 
 
 def has_values(x: Tensor) -> bool:
-    """Return false if the numbers in `x` are not known, as inside `torch.compile`."""
+    """Return whether the numbers of a tensor can be inspected here."""
+    # Not inside `torch.compile` or torch.func, and not on the device meta.
     return not (torch.compiler.is_compiling() or is_transformed() or x.is_meta)
 
 
 def is_transformed() -> bool:
-    """Return whether torch.func is transforming the caller (`grad`, `vmap` and so on)."""
+    """Return whether this code runs inside a transform of torch.func, such as `grad` or `vmap`."""
     functorch = torch._C._functorch  # pyright: ignore[reportAttributeAccessIssue]
     return functorch.peek_interpreter_stack() is not None
 
 
 def _clean(x: Tensor, bad: Tensor, lost: Tensor) -> Tensor:
-    """Return `x` with 0 where `bad` is true. The gradient of `x` gets NaN where `lost` is true."""
+    """Return `x` with 0 where `bad` is true. Its gradient becomes NaN where `lost` is true."""
     x = x.view_as(x)
     if x.requires_grad:
         x.register_hook(lambda grad: grad.masked_fill(lost, torch.nan))
@@ -41,17 +42,15 @@ def _clean(x: Tensor, bad: Tensor, lost: Tensor) -> Tensor:
 
 
 def contained(run: Callable[[Call], Any], call: Call) -> Any:
-    """Return `run(call)`. On a CPU, NaN and infinite inputs affect only the queries that see them.
-
-    If the output of `run(call)` holds NaN or infinity, each query that sees such an input gets the
-    output NaN, and the gradients of the query's inputs become NaN. All other outputs are exact.
-    """
+    """Compute attention so that NaN and infinity reach only the queries that see them."""
     found = run(call)
     out_BHTE = found[0] if call.return_lse else found
     wide = torch.promote_types(out_BHTE.dtype, torch.float32)
     on_cpu = out_BHTE.device.type == "cpu" and has_values(out_BHTE)
     if not on_cpu or math.isfinite(out_BHTE.sum(dtype=wide).item()):
         return found  # the usual case, which costs only the sum
+    # Each query that sees such a number gets the output NaN, and the gradients of its inputs
+    # become NaN. All other outputs are exact.
     clean, bad_BHT = _cleaned(call)
     found = run(clean)
     if not call.return_lse:
@@ -61,10 +60,7 @@ def contained(run: Callable[[Call], Any], call: Call) -> Any:
 
 
 def _cleaned(call: Call) -> tuple[Call, Tensor]:
-    """Return `call` with zeros instead of NaN and infinity, and a mask of the rows that see these.
-
-    The mask is [batch, heads, queries].
-    """
+    """Return a call with zeros instead of NaN and infinity, and a mask of affected queries."""
     q_BHTE, k_BKSE, decay_BHS = call.q_BHTE, call.k_BKSE, call.decay_BHS
     key_heads, keys = k_BKSE.shape[1:3]
     bad_BKS = ~(k_BKSE.isfinite() & call.v_BKSE.isfinite()).all(-1)

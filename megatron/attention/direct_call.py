@@ -51,22 +51,21 @@ def attend(
 ) -> Any:
     """Return causal attention [batch, heads, queries, head size of v] in q's dtype.
 
-    `AttentionFn.__call__` describes the arguments that are not listed here. If `pos` has a rotary
-    term, this function also rotates all dimensions of q and k, with the base 10000. Under autocast,
-    q, k and v may have different dtypes.
+    `AttentionFn.__call__` describes the arguments that are not listed here. Rotary embeddings
+    rotate all dimensions of q and k here, with the base 10000. Under autocast, q, k and v may have
+    different dtypes.
 
     Args:
         v_BKSE: The values. Their head size may differ from that of q and k.
-        scale: The factor of the query-key products. If None, it is 1/sqrt(head size).
-        query_offset: The position of the first query. It may be None if there are as many queries
-            as keys.
+        scale: The number that multiplies the query-key products. None means 1/sqrt(head size).
+        query_offset: The position of the first query. None requires equally many queries and keys.
         starts_BS: The position of the first token of each token's document; see `starts_from_ids`.
         backend: The name of the backend, as in the config key `attention_backend`.
-        return_lse: Whether to return (out, lse). `lse` [batch, heads, queries] is the natural
-            logarithm of each softmax's denominator, in at least fp32 and differentiable.
+        return_lse: Whether to return (output, lse). lse [batch, heads, queries] is the log-sum-exp
+            of each softmax. It is differentiable, in at least fp32.
 
     Raises:
-        AttentionError: The inputs do not fit together, or the backend does not serve them.
+        AttentionError: The inputs do not fit together, or the backend does not support them.
     """
     if not isinstance(pos, PositionalEmbedding):
         raise AttentionError(
@@ -95,7 +94,7 @@ def attend(
 
 
 def _padded(x: Tensor, size: int) -> Tensor:
-    """Return `x`, with zeros appended to its last dimension if it is shorter than `size`."""
+    """Pad the last dimension of a tensor with zeros to at least `size` entries."""
     return F.pad(x, (0, size - x.shape[-1])) if x.shape[-1] < size else x
 
 
@@ -103,7 +102,7 @@ def _of_one_dtype(*qkv: Tensor) -> tuple[Tensor, ...]:
     """Return q, k and v. Under autocast, cast them to one dtype if their dtypes differ.
 
     Raises:
-        AttentionError: One of the tensors is nested.
+        AttentionError: A tensor is nested.
     """
     if any(x.is_nested for x in qkv):
         raise AttentionError(
@@ -117,10 +116,10 @@ def _of_one_dtype(*qkv: Tensor) -> tuple[Tensor, ...]:
 
 
 def _offset(query_offset: int | None, queries: int, keys: int) -> int:
-    """Return `query_offset`. If it is None, return 0, which requires as many queries as keys.
+    """Return the position of the first query, by default 0 for equally many queries and keys.
 
     Raises:
-        AttentionError: `query_offset` is None, and `queries` is not equal to `keys`.
+        AttentionError: The position is None, but the numbers differ.
     """
     if query_offset is not None:
         return query_offset
@@ -137,7 +136,7 @@ def _offset(query_offset: int | None, queries: int, keys: int) -> int:
 
 
 def _rotated(call: Call) -> tuple[Tensor, Tensor]:
-    """Return q and k, rotated by their positions if the embedding has a rotary term."""
+    """Return q and k, rotated by their positions if the embedding is rotary."""
     pos, first, queries, keys = (
         call.pos,
         call.query_offset,
@@ -162,10 +161,10 @@ def _rotated(call: Call) -> tuple[Tensor, Tensor]:
 
 
 def _serving_transforms(backend: str) -> str:
-    """Return `backend`. Inside torch.func (`grad` and so on), return `eager` instead of `auto`.
+    """Return the name of a backend that works inside torch.func (`grad`, `vmap` and so on).
 
     Raises:
-        AttentionError: The backend does not work inside torch.func.
+        AttentionError: The user chose a backend that does not work there.
     """
     if torch.compiler.is_compiling() or backend == "eager" or not is_transformed():
         return backend
@@ -175,19 +174,24 @@ def _serving_transforms(backend: str) -> str:
 
 
 def _check_values(call: Call) -> None:
-    """Check document starts and, at the first call of an embedding, its formula and theta."""
+    """Check the values of the inputs where they can be inspected at low cost."""
     if torch.compiler.is_compiling():
         check_initial_formulas(call.pos, index(call.q_BHTE.shape[1]))
     if not has_values(call.q_BHTE):
         return
     if call.starts_BS is not None and (call.q_BHTE.device.type == "cpu" or os.environ.get(DEBUG)):
         _check_starts(call.starts_BS)
+    # Only at the first use of an embedding.
     if call.theta_HN is not None:
         check_embedding(call.pos, call.theta_HN)
 
 
 def _check_starts(starts_BS: Tensor) -> None:
-    """Raise `AttentionError` if the numbers in `starts_BS` cannot be starts of documents."""
+    """Check that the inputs are possible positions of the first token of each token's document.
+
+    Raises:
+        AttentionError: They are not.
+    """
     position_S = torch.arange(starts_BS.shape[1], device=starts_BS.device)
     later_BS = (starts_BS > position_S) | (starts_BS < 0)
     own_BS = starts_BS.gather(1, starts_BS.long().clamp(0, len(position_S) - 1))

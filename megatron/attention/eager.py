@@ -28,7 +28,11 @@ from megatron.attention.call import Call
 
 
 def eager(call: Call) -> Any:
-    """Compute the attention output of `call`; see `choice.AttentionFn.__call__`."""
+    """Compute attention directly from its formula.
+
+    Return the output [batch, heads, queries, head size], or (output, lse) if the call asks for it.
+    lse is the log-sum-exp of each softmax.
+    """
     dtype = torch.promote_types(call.q_BHTE.dtype, torch.float32)
     scores_BHTS = call.scale * (call.q_BHTE.to(dtype) @ call.k_BKSE.to(dtype).mT)
     theta_HN = None
@@ -38,18 +42,10 @@ def eager(call: Call) -> Any:
 
 
 def attend_by_scores(call: Call, scores_BHTS: Tensor, theta_HN: Tensor | None) -> Any:
-    """Return the attention output (and `lse` if asked for), given the scaled query-key products.
-
-    Apply the distance kernel, the decay, the mask, the softmax and dropout. Then multiply the
-    softmax weights by the values.
-
-    Args:
-        scores_BHTS: The scaled query-key products. All later steps are computed in their dtype.
-        theta_HN: The parameters of the distance kernel, or None if there is no distance kernel.
-            The distance kernel is evaluated in the dtype of `theta_HN`.
-    """
+    """Return the attention output, given the scaled query-key products."""
     dtype, device = scores_BHTS.dtype, scores_BHTS.device
     key_S = torch.arange(call.k_BKSE.shape[2], device=device)
+    # All later steps have the dtype of the scores. The distance kernel is evaluated in theta's.
     distance_TS = call.query_rows()[:, None] - key_S
     if theta_HN is not None:
         weight_HTS = call.pos.weight(theta_HN, distance_TS.clamp(min=0))

@@ -13,10 +13,7 @@ from torch import Tensor
 
 
 class _NoSecondDerivative(torch.autograd.Function):
-    """Autograd function that makes second derivatives raise an error instead of being zero.
-
-    `apply(run, *tensors)` returns `run()`, which must be gradients that depend on `tensors`.
-    """
+    """Autograd function that returns given gradients, which have no derivatives."""
 
     @staticmethod
     def forward(ctx: Any, run: Callable[[], tuple], *tensors: Tensor | None) -> tuple:
@@ -30,7 +27,7 @@ class _NoSecondDerivative(torch.autograd.Function):
 
 
 def first_order(backward: Callable[..., tuple]) -> Callable[..., tuple]:
-    """Decorate an autograd function's backward pass, so that second derivatives raise an error."""
+    """Decorate a backward pass so that second derivatives raise an error."""
 
     # torch's `once_differentiable` raises no error if the output's gradient needs no gradient
     def marked(ctx: Any, *grads: Tensor | None) -> tuple:

@@ -41,7 +41,11 @@ w and b are the distance kernel's factor and bias, and d is the query-key distan
 
 
 def flex(call: Call) -> Any:
-    """Compute the attention output of `call`; see `choice.AttentionFn.__call__`."""
+    """Compute attention by torch's FlexAttention.
+
+    Return the output [batch, heads, queries, head size], or (output, lse) if the call asks for it.
+    lse is the log-sum-exp of each softmax.
+    """
     from torch.nn.attention.flex_attention import AuxRequest
 
     tensors = (call.q_BHTE, call.k_BKSE, call.v_BKSE, call.theta_HN, call.decay_BHS, call.sink_H)
@@ -84,15 +88,17 @@ def score_mod_of(
     offset: int = 0,
     positions_BT: Tensor | None = None,
 ) -> ScoreMod | None:
-    """Return FlexAttention's score_mod for an embedding, or None if it has no distance kernel.
+    """Return a function for FlexAttention's `score_mod` that applies a positional embedding.
 
-    The score_mod evaluates the embedding's formula. If the formula has no symbolic expression, the
-    score_mod looks up the values of the formula in tables.
+    Return None if the embedding does not change the scores.
 
     Args:
+        pos: The positional embedding.
+        theta_HN: The embedding's parameters [heads, parameters].
         length: The number of keys.
         offset: The position of the first query.
-        positions_BT: The position of each query in its document. Only some biases need it.
+        positions_BT: The position of each query in its document [batch, queries]. Only some
+            embeddings need it.
     """
     if not pos.has("distance") or theta_HN is None:
         return None
@@ -121,12 +127,9 @@ def score_mod_of(
 
 
 def tabulated(pos: PositionalEmbedding, theta_HN: Tensor, length: int, offset: int) -> ScoreMod:
-    """Return a score_mod that looks up the distance kernel of `pos` in tables.
-
-    The tables hold the kernel's values at the distances 0 ... length - 1. `offset` is the position
-    of the first query.
-    """
+    """Return a `score_mod` that loads the embedding's values from tables over distances."""
     d = torch.arange(length, device=theta_HN.device)
+    # The tables have values for the distances 0 ... length - 1.
     bias_HS, weight_HS = pos.bias(theta_HN, d), pos.weight(theta_HN, d)
 
     def score_mod(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
@@ -139,11 +142,7 @@ def tabulated(pos: PositionalEmbedding, theta_HN: Tensor, length: int, offset: i
 
 
 def decayed(score_mod: ScoreMod | None, decay_BHS: Tensor, offset: int) -> ScoreMod:
-    """Return a score_mod that applies `score_mod` and then adds c_i - c_j.
-
-    c is `decay_BHS`, i is the position of the query, and j is the position of the key. `offset` is
-    the position of the first query.
-    """
+    """Return a `score_mod` that applies another one and then adds the logits of a forget gate."""
     rows_BHS = decay_BHS.clone()  # only one lookup may be in a tensor that requires a gradient
 
     def with_decay(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
@@ -157,7 +156,7 @@ def decayed(score_mod: ScoreMod | None, decay_BHS: Tensor, offset: int) -> Score
 
 @lru_cache(maxsize=64)
 def formula_of(pos: PositionalEmbedding) -> Formula | None:
-    """Return the embedding's formula as symbolic expressions, or None if it has none."""
+    """Return the symbolic expressions of an embedding's formula, or None if there are none."""
     try:
         return read(pos)
     except Unreadable:
@@ -165,18 +164,14 @@ def formula_of(pos: PositionalEmbedding) -> Formula | None:
 
 
 def kernel_options(pos: PositionalEmbedding, size: int) -> dict[str, int] | None:
-    """Return FlexAttention's options for the compiled kernel, or None for torch's default options.
-
-    The default options are suitable unless the distance kernel is tabulated. `size` is the head
-    size.
-    """
+    """Return FlexAttention's `kernel_options` for an embedding. None means torch's defaults."""
     if not pos.has("distance") or formula_of(pos) is not None:
         return None
     return table_options(pos, size)
 
 
 def table_options(pos: PositionalEmbedding, size: int) -> dict[str, int]:
-    """Return FlexAttention's options for a tabulated distance kernel. `size` is the head size."""
+    """Return FlexAttention's `kernel_options` for a `score_mod` that loads values from tables."""
     # In each stage, the kernel's loop prefetches a tile of keys, one of values and one of table
     # entries, fp32 [128, 128]. Three stages, torch's default, need more shared memory than an H100
     # has (torch 2.11).
@@ -186,10 +181,7 @@ def table_options(pos: PositionalEmbedding, size: int) -> dict[str, int]:
 
 
 def block_mask_of(call: Call) -> Any:
-    """Return FlexAttention's block mask for a call, with its documents and its window.
-
-    FlexAttention skips blocks of keys that no query sees.
-    """
+    """Return FlexAttention's block mask for one attention call, with its documents and window."""
     from torch.nn.attention.flex_attention import create_block_mask
 
     batch, _, queries, _ = call.q_BHTE.shape
@@ -208,7 +200,7 @@ def block_mask_of(call: Call) -> Any:
 def causal_mask(
     queries: int, keys: int, offset: int, device: torch.device, window: int | None = None
 ) -> Any:
-    """Return FlexAttention's block mask for causal attention, with or without a window."""
+    """Return FlexAttention's block mask for causal attention, with an optional window."""
     from torch.nn.attention.flex_attention import create_block_mask
 
     def seen(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
@@ -261,7 +253,7 @@ def remark(request: Request) -> str:
 
 
 def tempers(pos: PositionalEmbedding) -> bool:
-    """Return whether the score_mod multiplies the scores by the embedding's temperature."""
+    """Return whether the `score_mod` multiplies the scores by the embedding's temperature."""
     return pos.tempers_bias and pos.has("distance")
 
 

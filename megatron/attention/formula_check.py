@@ -21,12 +21,10 @@ _CHECKED: set[PositionalEmbedding] = set()
 
 
 def check_embedding(pos: PositionalEmbedding, theta_HN: Tensor) -> None:
-    """Check an embedding's formulas and theta when the embedding is first used.
+    """Check an embedding's parameters and formulas at its first use.
 
     Raises:
-        AttentionError: A number in theta is not within its bounds.
-        AttentionError: The bias or the factor has a wrong shape, lacks a value at some distance, or
-            has a value or a gradient that is not allowed, such as NaN.
+        AttentionError: A parameter is out of its bounds, or a formula is wrong for some distance.
     """
     if pos.parameters and pos not in _CHECKED:
         _check_apart(pos, theta_HN.detach().cpu())
@@ -35,13 +33,13 @@ def check_embedding(pos: PositionalEmbedding, theta_HN: Tensor) -> None:
 
 @constant
 def check_initial_formulas(pos: PositionalEmbedding, heads: int) -> None:
-    """Check an embedding's formulas with initial values of theta (see `check_embedding`)."""
+    """Check an embedding's formulas with initial values of its parameters."""
     if pos.parameters and pos not in _CHECKED:
         _check_apart(pos, pos.initial_theta(heads, torch.Generator().manual_seed(0)))
 
 
 def _check_apart(pos: PositionalEmbedding, theta_HN: Tensor) -> None:
-    """Check theta and the formulas in a new thread, where the caller's torch modes are off."""
+    """Check an embedding in a new thread, where the caller's torch modes are off."""
     # such as inference mode, a default device, and hooks on saved tensors
     with ThreadPoolExecutor(1) as thread:
         thread.submit(_check_bounds, pos, theta_HN).result()
@@ -50,7 +48,7 @@ def _check_apart(pos: PositionalEmbedding, theta_HN: Tensor) -> None:
 
 
 def _check_bounds(pos: PositionalEmbedding, theta_HN: Tensor) -> None:
-    """Raise `AttentionError` if a number in theta is not within its bounds."""
+    """Check that all parameters of an embedding are within their bounds."""
     for theta_H, parameter in zip(theta_HN.unbind(1), pos.parameters, strict=True):
         low, high = theta_H.new_tensor([parameter.low, parameter.high])
         outside_H = ~((theta_H >= low) & (theta_H <= high))
@@ -64,7 +62,7 @@ def _check_bounds(pos: PositionalEmbedding, theta_HN: Tensor) -> None:
 
 
 class _Watch(TorchFunctionMode):
-    """Torch mode that stores in `name` the first function with a result or gradient not finite."""
+    """Torch mode that records which function first computes NaN or infinity."""
 
     name = ""
 
@@ -82,7 +80,7 @@ class _Watch(TorchFunctionMode):
 
 
 def _check_formulas(pos: PositionalEmbedding, theta_HN: Tensor) -> None:
-    """Raise `AttentionError` if the bias or the factor of `pos` is wrong; see `check_embedding`."""
+    """Check the shapes, values and gradients of an embedding's formulas."""
     theta_HN = theta_HN.to(torch.float64, copy=True).requires_grad_()
     d_1TS = torch.tensor(PROBES, dtype=torch.float64).view(1, 2, -1)
     for method, function in zip(("bias", "weight"), parts_of(pos), strict=True):
@@ -102,7 +100,7 @@ def _check_formulas(pos: PositionalEmbedding, theta_HN: Tensor) -> None:
 def _check_formula(
     name: str, value_HTS: Tensor, theta_HN: Tensor, d_1TS: Tensor, watch: _Watch
 ) -> None:
-    """Raise `AttentionError` if `value_HTS`, the values of the formula `name`, are wrong."""
+    """Check the shape, values and gradients of one formula."""
     shape = (len(theta_HN), *d_1TS.shape)
     if tuple(value_HTS.shape) != shape:
         raise AttentionError(

@@ -65,10 +65,7 @@ SAFE_ON_HOPPER = TorchVersion("3.7.1")
 
 @lru_cache(maxsize=64)
 def functions_of(pos: PositionalEmbedding) -> tuple[DeviceFunctions, str]:
-    """Return the Triton device functions of an embedding, and a text about them for the log.
-
-    The text is "evaluated in registers", or "tabulated" followed by the reason.
-    """
+    """Return the Triton functions that compute an embedding, and a text about them for the log."""
     import sympy
 
     from megatron.kernels import codegen, lowering, tabulated
@@ -100,28 +97,23 @@ def _code_of(pos: PositionalEmbedding) -> tuple[str, bool, Columns | None]:
 
 @constant  # because sympy reads the formula
 def code_of(pos: PositionalEmbedding) -> tuple[str, bool, Columns | None]:
-    """Return (code, tabulated, layer) of an embedding.
-
-    `code` is the name by which `operations.fused` finds the embedding's device functions.
-    `tabulated` says whether these functions read a table. `layer` holds the indices of the columns
-    of theta that belong to a layer of hidden units, or is None without such a layer.
-    """
+    """Return what a launch must know of an embedding's Triton functions."""
+    # The name under which `kerple::fused` finds the functions, whether they read a table, and the
+    # columns of theta that belong to a layer of hidden units (or None).
     return _code_of(pos)
 
 
 @constant
 def tempers(pos: PositionalEmbedding) -> bool:
-    """Return whether the Triton kernels multiply the scores by the embedding's temperature.
-
-    They do, unless they read the distance kernel from a table.
-    """
+    """Return whether the Triton kernels multiply the scores by the embedding's temperature."""
+    # A table has no temperature.
     return not functions_of(pos.kernel_part(None, tempered=True)[0])[0].tabulated
 
 
 def cache_launches(on: bool) -> None:
-    """Switch the reuse of compiled kernels between launches on or off, for the whole process.
+    """Make launches of Triton kernels faster by a cache, or switch the cache off.
 
-    With reuse, the host needs less time to launch a Triton kernel. The results do not change.
+    The setting is valid for the whole process. It does not change any results.
     """
     from megatron.kernels import compiled_variants
 
@@ -129,7 +121,11 @@ def cache_launches(on: bool) -> None:
 
 
 def fused(call: Call) -> Any:
-    """Compute the attention output of `call`; see `choice.AttentionFn.__call__`."""
+    """Compute attention by this project's Triton kernels.
+
+    Return the output [batch, heads, queries, head size], or (output, lse) if the call asks for it.
+    lse is the log-sum-exp of each softmax.
+    """
     code, tabulated, layer = code_of(call.pos)
     inputs = _inputs(call, tabulated, layer)
     numbers = (call.scale, call.query_offset, call.dropout_p, wants_gradients(call))
@@ -140,25 +136,18 @@ def fused(call: Call) -> Any:
 
 
 def _natural(call: Call, lse_BHT: Tensor) -> Tensor:
-    """Return `lse` as a natural logarithm, given the `lse` of the Triton kernels."""
+    """Convert the log-sum-exp of each softmax from base 2 to base e."""
     lse_BHT = lse_BHT * math.log(2.0)
     if call.decay_BHS is None:
         return lse_BHT
     from megatron.kernels.documents_sink_decay import since_reference
 
+    # The Triton kernels leave out the term c_i - c_r of the decay c for query i.
     return lse_BHT + since_reference(call.decay_BHS, call.query_offset)
 
 
 def _inputs(call: Call, tabulated: bool, layer: Columns | None) -> tuple[Tensor | None, ...]:
-    """Return the tensor arguments of `operations.fused`, in order.
-
-    An argument that the call does not have, such as the decay or the sink, is None.
-
-    Args:
-        tabulated: Whether the device functions read the distance kernel from a table.
-        layer: The indices of the columns of theta that hold w, b and v of a layer of hidden units
-            (see `megatron.positional.hidden_layer`), or None without such a layer.
-    """
+    """Return the tensors that the Triton kernels need. None stands for an absent tensor."""
     q_BHTE, offset = call.q_BHTE, call.query_offset
     heads, queries = q_BHTE.shape[1:3]
     tempered = call.pos.has("temperature")
@@ -186,31 +175,23 @@ def _inputs(call: Call, tabulated: bool, layer: Columns | None) -> tuple[Tensor 
 
 
 def tabulate(pos: PositionalEmbedding, theta_HN: Tensor, length: int, scale: float) -> Tensor:
-    """Return the table of a distance kernel over the distances d = 0 ... length - 1.
-
-    The table has one row for each head. A row holds b(d) / scale for all d if there is a bias b,
-    followed by w(d) for all d if there is a factor w. b is divided by `scale` because the kernels
-    multiply the sum of query-key product and bias by `scale`.
-
-    At distances where b(d) = -inf, no key is attended to. There the table holds the finite number
-    `LOWEST`. A tile may have only such distances. With -inf in the table, the softmax would compute
-    -inf - (-inf) in this tile, which is NaN.
-    """
+    """Return a table of an embedding's bias and weight at all distances."""
     d = torch.arange(length, device=theta_HN.device)
     bias_HS, weight_HS = pos.bias(theta_HN, d), pos.weight(theta_HN, d)
+    # The kernels multiply the sum of query-key product and bias by `scale`. Where the bias is
+    # -inf, the table has the finite number `LOWEST`. Otherwise, the softmax would compute -inf -
+    # (-inf) = NaN in a tile that has only such distances.
     tables = [] if bias_HS is None else [(bias_HS.float() / scale).clamp(min=LOWEST)]
     tables += [] if weight_HS is None else [weight_HS.float()]
     return torch.cat(tables, dim=1).contiguous()
 
 
 class _FusedAttention(torch.autograd.Function):
-    """Autograd function that computes the same as the operation `kerple::fused`.
-
-    Calls outside of compiled graphs use it, to save the time of torch's dispatcher.
-    """
+    """Autograd function that computes attention by this project's Triton kernels."""
 
     @staticmethod
     def forward(ctx: Any, setting: Setting, *inputs: Any) -> tuple[Tensor, Tensor]:
+        # Without the time of torch's dispatcher, which an operation of torch.library costs.
         out, lse, lost = operations.fused_forward(setting, *inputs)
         ctx.save_for_backward(out, lse, lost, *inputs)
         ctx.set_materialize_grads(False)

@@ -56,7 +56,7 @@ _TENSORS = 9
     "kerple::blocked", mutates_args=(), schema=f"({_BLOCKED}) -> Tensor", tags=_NOT_IN_CUDA_GRAPHS
 )
 def blocked(*arguments: Any) -> Tensor:
-    """Return the attention output. The arguments are those of `BlockedCall`."""
+    """Return the output of attention that is computed tile by tile."""
     return BlockedCall(*arguments).forward(None)
 
 
@@ -67,10 +67,7 @@ def blocked(*arguments: Any) -> Tensor:
     tags=_NOT_IN_CUDA_GRAPHS,
 )
 def blocked_backward(grad_BHTE: Tensor, *arguments: Any) -> list[Tensor]:
-    """Return the gradients of q, k, v, the bias, the factor, the decay and the sink, as a list.
-
-    The list lacks gradients that are not needed, and gradients of inputs that are None.
-    """
+    """Return the gradients of attention that is computed tile by tile."""
     *inputs, need_bias, need_weight = arguments
     call = BlockedCall(*inputs)
     found = call.backward(grad_BHTE, None, need_bias=need_bias, need_weight=need_weight)
@@ -92,15 +89,15 @@ def _(grad_BHTE: Tensor, *arguments: Any) -> list[Tensor]:
 
 
 def register(name: str, functions: DeviceFunctions) -> str:
-    """Store an embedding's device functions. Return the name under which they are stored.
-
-    Calls of `kerple::fused` pass this name as the argument `code`.
+    """Store the Triton functions of an embedding, and return a name for them.
 
     Args:
         name: The name of the embedding. The returned name begins with it.
+        functions: The Triton functions.
     """
     flags = functions.num_theta, functions.weighted, functions.tabulated, functions.biased
     flags += (functions.layer,)
+    # So the name means the same in every process.
     digest = hashlib.sha256(f"{flags} {functions.source}".encode()).hexdigest()
     code = f"{name} {digest[:16]}"
     _DEVICE_FUNCTIONS[code] = functions
@@ -108,11 +105,7 @@ def register(name: str, functions: DeviceFunctions) -> str:
 
 
 def fused_forward(setting: Setting, *inputs: Any) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the attention output, `lse` and `lost`; see `launch.forward`.
-
-    Args:
-        inputs: The tensor arguments of `kerple::fused`, in order.
-    """
+    """Return the attention output, and two tensors that the backward pass needs."""
     from megatron.kernels import launch
 
     q, k, v, rows, sink, decay, first, position, seed = inputs
@@ -124,13 +117,7 @@ def fused_gradients(
     setting: Setting, need_rows: bool, grad: Tensor, out: Tensor, lse: Tensor, lost: Tensor,
     *inputs: Any,
 ) -> tuple[Tensor | None, ...]:  # fmt: skip
-    """Return the gradients of q, k, v, `rows`, the sink and the decay; see `launch.backward`.
-
-    Args:
-        need_rows: Whether the gradient of `rows` is needed. `rows` holds the numbers of each head
-            that describe the distance kernel.
-        inputs: The tensor arguments of `kerple::fused`, in order.
-    """
+    """Return the gradients of attention that Triton kernels compute. Some may be None."""
     from megatron.kernels import launch
 
     q, k, v, rows, sink, decay, first, position, seed = inputs
@@ -142,7 +129,7 @@ def fused_gradients(
     "kerple::fused", mutates_args=(), schema=f"({_FUSED}) -> (Tensor, Tensor, Tensor)"
 )
 def fused(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the output, `lse` and `lost`; see `launch.forward`. `_FUSED` lists the arguments."""
+    """Return attention by Triton kernels, and two tensors that the backward pass needs."""
     return fused_forward(setting_of(*arguments[_TENSORS:]), *arguments[:_TENSORS])
 
 
@@ -152,7 +139,7 @@ def fused(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
     schema=f"(Tensor grad, {_RESULTS}, {_FUSED}, bool need_rows) -> Tensor[]",
 )
 def fused_backward(*arguments: Any) -> list[Tensor]:
-    """Return those gradients of `fused_gradients` that are not None, as a list."""
+    """Return the gradients of attention by Triton kernels, without those that are not needed."""
     count = 4 + _TENSORS
     *numbers, need_rows = arguments[count:]
     found = fused_gradients(setting_of(*numbers), need_rows, *arguments[:count])
@@ -181,15 +168,8 @@ def _save(ctx: Any, inputs: tuple, output: Tensor | tuple[Tensor, ...]) -> None:
 
 
 def _differentiate(backward: Any, learned: int, ctx: Any, grad_BHTE: Tensor, *_: Any) -> tuple:
-    """Return the gradients of all arguments of `kerple::blocked` or `kerple::fused`.
-
-    The gradient of an argument that has none, such as `scale`, is None.
-
-    Args:
-        backward: The operation that computes the gradients.
-        learned: The number of arguments between v and the two arguments for the decay and the sink.
-            Gradients of these arguments are computed only if autograd needs them.
-    """
+    """Return one gradient for each argument of an attention operation."""
+    # `learned` arguments between v and the pair (decay, sink) may have a gradient.
     saved, needs = ctx.saved_tensors, ctx.needs_input_grad[3 : 3 + learned]
     terms = saved[-_TENSORS:][3 + learned : 5 + learned]
     found = iter(backward(grad_BHTE, *saved, *ctx.numbers, *needs))
@@ -204,10 +184,10 @@ for _operation, _backward, _learned in ((blocked, blocked_backward, 2), (fused, 
 
 @lru_cache(maxsize=64)
 def setting_of(code: str, scale: float, offset: int, dropout_p: float, backward: bool) -> Setting:
-    """Return the `Setting` of a call with these numbers and the device functions named `code`.
+    """Return the arguments of an attention call that are not tensors.
 
     Raises:
-        AttentionError: This process has not registered the device functions.
+        AttentionError: This process does not know the embedding's Triton functions.
     """
     from megatron.kernels import launch
 
@@ -225,8 +205,6 @@ def _new(x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
 
 
 def _new_heads(x_BHTE: Tensor) -> Tensor:
-    """Return an uninitialised tensor with the shape of `x_BHTE`.
-
-    In memory, queries come before heads, as in `launch.empty_like_heads`.
-    """
+    """Return an uninitialised tensor with the shape of the argument."""
+    # In memory, the order is [batch, queries, heads, head size], as in `launch.empty_like_heads`.
     return _new(x_BHTE.transpose(1, 2)).transpose(1, 2)

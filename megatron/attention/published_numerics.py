@@ -22,7 +22,7 @@ from megatron.attention.eager import attend_by_scores
 
 
 def published_eager(call: Call) -> Tensor:
-    """Compute the attention output of `call`; see `choice.AttentionFn.__call__`."""
+    """Compute attention from its formula, and round as the released KERPLE code does."""
     flat_q, flat_k = call.q_BHTE.flatten(0, 1), call.k_BKSE.flatten(0, 1)
     products = torch.baddbmm(flat_q.new_zeros(1), flat_q, flat_k.mT, beta=0, alpha=call.scale)
     scores_BHTS = products.unflatten(0, call.q_BHTE.shape[:2])

@@ -32,7 +32,7 @@ _sdpa: Any = F.scaled_dot_product_attention
 
 
 def sdpa(call: Call) -> Tensor:
-    """Compute the attention output of `call`; see `choice.AttentionFn.__call__`."""
+    """Compute attention by torch's `scaled_dot_product_attention`."""
     q_BHTE, k_BHSE, v_BHSE = call.q_BHTE, call.k_BKSE, call.v_BKSE
     options = {"scale": call.scale, "dropout_p": call.dropout_p}
     additive = call.has_kernel or call.decay_BHS is not None or call.sink_H is not None
@@ -75,7 +75,7 @@ def remark(request: Request) -> str:
 
 
 def _additive(request: Request) -> bool:
-    """Return whether the mask holds numbers that are added to the scores, instead of booleans."""
+    """Return whether the attention mask is added to the scores. Otherwise, it is boolean."""
     return request.pos.has("distance") or request.pos.has("sink") or request.decays
 
 

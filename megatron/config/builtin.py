@@ -14,7 +14,7 @@ TASK_TOKENIZER = "TaskTokenizer"
 
 
 def task_name(data_path: Any) -> str | None:
-    """Return the name of the length task that `data_path` selects, or None if it selects no task.
+    """Return the name of the length task that `data_path` selects, or None.
 
     For example, `builtin:copy` selects the length task `copy`.
     """

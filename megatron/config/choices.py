@@ -21,9 +21,10 @@ def _choice(names: str, **others: Mapping[str, str]) -> BeforeValidator:
 
     Args:
         names: The accepted names, separated by spaces.
-        others: Up to two dicts. `aliases` maps each alias to the accepted name that replaces it.
-            `refused` maps each refused name to the reason for the refusal.
+        others: Names that are replaced or refused.
     """
+    # `others` has up to two dicts. `aliases` maps each alias to the accepted name that replaces it.
+    # `refused` maps each refused name to the reason for the refusal.
     return BeforeValidator(one_of(names.split(), **others))
 
 
@@ -32,10 +33,8 @@ def _not_built(*names: str) -> dict[str, str]:
 
 
 def _positional_names() -> list[str]:
-    """Return the names of the positional embeddings.
-
-    Each embedding has the name of its file in `megatron/positional/`.
-    """
+    """Return the names of the positional embeddings."""
+    # Each embedding has the name of its file in `megatron/positional/`.
     folder = Path(__file__).resolve().parents[1] / "positional"
     names = {path.stem for path in folder.glob("[!_]*.py")}
     # The same list as `positional.OTHERS`, which is not imported because that imports torch
@@ -77,13 +76,12 @@ _positional_term = one_of(
 
 
 def positional_name(value: Any) -> str:
-    """Check the name of a positional embedding or combination, and return it with aliases replaced.
-
-    Names in a combination are joined by ` + `, as in `rotary + kerple_log`.
+    """Check the name of a positional embedding or combination, and replace aliases.
 
     Raises:
         ValueError: A name is unknown or occurs twice.
     """
+    # Names in a combination are joined by ` + `, as in `rotary + kerple_log`.
     if not isinstance(value, str):
         return _positional_term(value)
     terms = [_positional_term(term.strip()) for term in value.split("+")]
@@ -94,12 +92,13 @@ def positional_name(value: Any) -> str:
 
 
 def terms_of(pos_emb: Any) -> set[str]:
-    """Return the names of all embeddings in `pos_emb`, from all its layers and combinations.
+    """Return the names of all positional embeddings in `pos_emb`.
 
     Args:
-        pos_emb: A checked value of the key `pos_emb`, such as `rotary + kerple_log`, or a tuple
-            with names per layer (see `config.per_layer`).
+        pos_emb: A checked value of the key `pos_emb`: a name, a combination such as `rotary +
+            kerple_log`, or a tuple with the values per layer.
     """
+    # See `config.per_layer`.
     return {term for name in values_of(pos_emb) for term in name.split(" + ")}
 
 
@@ -144,13 +143,11 @@ Init = Annotated[
 Side = Annotated[str, _choice("row column")]
 QKNormKind = Annotated[str, _choice("by_head shared joined")]
 
+TOKENIZERS = "GPT2BPETokenizer HFTokenizer SPMTokenizer CharLevelTokenizer ByteLevelTokenizer"
+"""The tokenizers of text, as one text."""
+TOKENIZERS_NOT_BUILT = ("HFGPT2Tokenizer", "TiktokenTokenizer")
 Tokenizer = Annotated[
-    str,
-    _choice(
-        "GPT2BPETokenizer HFTokenizer SPMTokenizer CharLevelTokenizer ByteLevelTokenizer "
-        "TaskTokenizer",
-        refused=_not_built("HFGPT2Tokenizer", "TiktokenTokenizer"),
-    ),
+    str, _choice(f"{TOKENIZERS} TaskTokenizer", refused=_not_built(*TOKENIZERS_NOT_BUILT))
 ]
 
 _OTHERS = ("onebitadam", "cpu_adam", "cpu_torch_adam", "sm3", "madgrad_wd", "lion", "lamb")

@@ -41,16 +41,6 @@ def config_parser(description: str | None, default: str = "") -> argparse.Argume
     return parser
 
 
-def _file(name: str, folder: str) -> Path:
-    """Return the path of the config file `name` in `folder`.
-
-    As in GPT-NeoX, the user may leave out the ending `.yml`.
-    """
-    path = Path(folder, name)
-    with_ending = Path(f"{path}.yml")
-    return with_ending if with_ending.is_file() and not path.is_file() else path
-
-
 def load_or_exit(arguments: argparse.Namespace, *overrides: str, joins: bool = True) -> Config:
     """Load the config that the command line selects, and check it for the job's processes.
 
@@ -84,7 +74,7 @@ def load_for(processes: int | str, arguments: argparse.Namespace, *overrides: st
     Raises:
         ConfigError: The config has problems.
     """
-    files = [_file(name, arguments.conf_dir) for name in arguments.configs]
+    files = [Path(arguments.conf_dir, name) for name in arguments.configs]
     named = [(key, getattr(arguments, key)) for key in _KEYS]
     given = [f"{key}={json.dumps(value)}" for key, value in named if value is not None]
     return load_config(files, [*given, *arguments.overrides, *overrides], world_size=processes)

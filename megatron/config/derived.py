@@ -10,11 +10,15 @@ from megatron.config.rules.relation import Found, Values
 
 
 def derive(values: Values, world_size: int) -> Iterator[Found]:
-    """Fill in the derived fields of `values` in place, and yield the problems of `values`.
+    """Compute the config fields that depend on other fields, and yield the problems.
 
-    A problem is a pair (field name, error text). For example, it is a problem if the train batch
-    size is not a multiple of the data-parallel size.
+    A problem is a pair (field name, error text).
+
+    Args:
+        values: The values of all fields. They are changed in place.
     """
+    # For example, it is a problem if the train batch size is not a multiple of the data-parallel
+    # size.
     defaults = {
         "num_kv_heads": values.get("num_attention_heads"),
         "seq_length_val": values.get("seq_length"),

@@ -19,20 +19,18 @@ They are those of LLaMA 65B and LLaMA 7B; GPT-NeoX-20B has 0.97e-4, Pythia 1.2e-
 
 
 def doubts(config: Config) -> list[str]:
-    """Return a warning if the learning rate is that of much smaller models than this one."""
-    size, rate = config.model.block_parameters, config.optimizer.lr
+    """Return a warning if the learning rate is unusually high for a model of this size.
+
+    Otherwise return an empty list.
+    """
+    size, adam = config.model.block_parameters, config.optimizer
     most = next((most for least, most in HIGHEST_RATES if size >= least), float("inf"))
-    if (
-        config.training.train_iters == 0
-        or rate <= 1.5 * most
-        or "adam" not in config.optimizer.type
-    ):
+    if not config.training.train_iters or "adam" not in adam.type or adam.lr <= 1.5 * most:
         return []
-    decay = config.optimizer.weight_decay
     return [
-        f"warning: optimizer.params.lr {rate:g} with weight_decay {decay:g} for a model of "
-        f"{size / 1e9:.3g} billion parameters: published ones have at most {most:g} and 0.01 to "
-        "0.1; is the training that of a smaller model? See configs/recipes"
+        f"warning: optimizer.params.lr {adam.lr:g} with weight_decay {adam.weight_decay:g} for a "
+        f"model of {size / 1e9:.3g} billion parameters: published ones have at most {most:g} and "
+        "0.01 to 0.1; is the training that of a smaller model? See configs/recipes"
     ]
 
 

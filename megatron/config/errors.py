@@ -47,7 +47,7 @@ class Problem:
 
 
 class ConfigError(UserError):
-    """The error that holds every problem of a configuration.
+    """The error that lists all problems of a configuration.
 
     `str(error)` is the number of problems, followed by one line for each problem.
     """

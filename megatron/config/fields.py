@@ -28,7 +28,7 @@ It raises ValueError for an invalid value, with a message that tells the user wh
 
 @dataclass(frozen=True)
 class Key:
-    """An annotation of a config field that config files do not set under the field's own name.
+    """An annotation with the key of a config field, if the key differs from the field's name.
 
     Attributes:
         path: The field's dotted key in config files, or None if no config file can set the field.
@@ -75,12 +75,18 @@ def show(value: Any) -> str:
 
 
 def is_number(value: Any) -> bool:
-    """Return whether a value is an int or a float, not counting True and False."""
+    """Return whether a value is an int or a float, but not a bool."""
     return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
 def wrong(expected: str, value: Any, write: str) -> ValueError:
-    """Return an error. Its message has the wrong value, what is expected, and what to write."""
+    """Return a ValueError whose text says what is wrong and what to write.
+
+    Args:
+        expected: A description of valid values.
+        value: The wrong value.
+        write: An example of a valid value.
+    """
     if expected.startswith(("a number", "a whole number")) and isinstance(value, str):
         write = f"{value} without quotes" if is_number(scalar(value)) else write
     return ValueError(f"expected {expected}, got {show(value)}; write {write}")
@@ -102,12 +108,12 @@ def number(
 
     Args:
         low: The lower bound.
-        high: The greatest allowed number, or None for no upper bound.
-        above: Whether numbers must be above `low`. If false, `low` itself is allowed.
-        whole: Whether numbers must be whole. If true, the function returns an int, otherwise a
-            float.
+        high: The upper bound, which is allowed; None for no upper bound.
+        above: Whether the value must be above `low`. If false, `low` itself is allowed.
+        whole: Whether the value must be whole.
         write: An example of a valid value for the error message.
     """
+    # If `whole` is true, the function returns an int, otherwise a float.
     bounds = f" above {low}" if above else f" of at least {low}"
     if high is not None:
         bounds = f" above {low}, up to {high}" if above else f" from {low} to {high}"
@@ -128,7 +134,10 @@ def number(
 def whole_number(low: int, high: int | None = None, *, write: str = "e.g. 100") -> Check:
     """Return a function that checks that a value is a whole number from `low` to `high`.
 
-    `number` describes the arguments.
+    Args:
+        low: The lower bound.
+        high: The upper bound, or None.
+        write: An example of a valid value for the error message.
     """
     return number(low, high, whole=True, write=write)
 
@@ -143,7 +152,7 @@ def one_of(
 
     Args:
         names: The accepted names.
-        aliases: Maps each alias to the name in `names` that replaces it. Aliases are accepted, too.
+        aliases: Maps each alias to the name in `names` that replaces it.
         refused: Maps each refused name to the reason for the refusal.
     """
     names, aliases, refused = tuple(names), aliases or {}, refused or {}
@@ -181,13 +190,12 @@ def text(value: Any) -> str:
 def texts(expected: str, write: str, *, commas: bool = False) -> Check:
     """Return a function that checks a list of non-empty texts and returns it as a tuple.
 
-    A single text counts as a list of one text.
-
     Args:
         expected: A description of the list, for the error message.
         write: An example of a valid value for the error message.
         commas: Whether to split a single text at its commas into several texts.
     """
+    # A single text counts as a list of one text.
 
     def check(value: Any) -> tuple[str, ...]:
         if isinstance(value, str):
@@ -200,18 +208,14 @@ def texts(expected: str, write: str, *, commas: bool = False) -> Check:
 
 
 def degree(value: Any) -> int:
-    """Check a degree of parallelism and return it, with 0 replaced by 1.
-
-    In GPT-NeoX's configs, 0 means the same as 1: no parallelism of that kind.
-    """
+    """Check a degree of parallelism and return it, with 0 replaced by 1."""
+    # In GPT-NeoX's configs, 0 means the same as 1: no parallelism of that kind.
     return max(1, whole_number(0, write="1 for none")(value))
 
 
 def whole_numbers(low: int) -> Check:
-    """Return a function that checks a list of whole numbers that are at least `low`.
-
-    The function also accepts a single number, or text such as `128,256`.
-    """
+    """Return a function that checks a list of whole numbers that are at least `low`."""
+    # The function also accepts a single number, or text such as `128,256`.
     check_item = whole_number(low)
 
     def check(value: Any) -> tuple[int, ...]:
@@ -236,8 +240,16 @@ def _betas(value: Any) -> tuple[float, float]:
     return float(value[0]), float(value[1])
 
 
+def _stages(value: Any) -> tuple[tuple[int, int], ...]:
+    """Check pairs (step, length). Steps are at least 0, and lengths at least 1."""
+    pairs = value if isinstance(value, (list, tuple)) else [value]
+    if not all(isinstance(pair, (list, tuple)) and len(pair) == 2 for pair in pairs):
+        raise wrong("a list of [step, length]", value, "e.g. [[0, 128], [5000, 512]]")
+    return tuple((whole_number(0)(step), whole_number(1)(length)) for step, length in pairs)
+
+
 def _split(value: Any) -> str:
-    """Check GPT-NeoX's `split`: the proportions of train, valid and test documents, as text."""
+    """Check the proportions of train, valid and test documents, and return them as a text."""
     write = "e.g. '969, 30, 1'"
     value = str(value) if isinstance(value, (int, float)) else value
     if not isinstance(value, str):
@@ -268,5 +280,6 @@ Names = Annotated[
 Lengths = Annotated[tuple[int, ...], BeforeValidator(whole_numbers(1))]
 Steps = Annotated[tuple[int, ...], BeforeValidator(whole_numbers(0))]
 Betas = Annotated[tuple[float, float], BeforeValidator(_betas)]
+Stages = Annotated[tuple[tuple[int, int], ...], BeforeValidator(_stages)]
 Split = Annotated[str, BeforeValidator(_split)]
 Frozen = Annotated[dict[str, Any], AfterValidator(FrozenDict)]

@@ -20,7 +20,6 @@ def to_flat_dict(sections: Iterable[BaseModel]) -> dict[str, Any]:
     """Return the fields of all sections in one dict, with keys as in GPT-NeoX's configs.
 
     A dotted key such as `optimizer.type` becomes nested dicts. Fields that are None are left out.
-    The section names (such as `model`) do not appear.
     """
     flat: dict[str, Any] = {}
     for section in sections:
@@ -44,7 +43,7 @@ def to_flat_dict(sections: Iterable[BaseModel]) -> dict[str, Any]:
 
 
 class _Dumper(yaml.SafeDumper):
-    """A YAML dumper that quotes each text that would be read as another type, such as '6e-4'."""
+    """A YAML dumper that quotes texts such as '6e-4', which would be read as another type."""
 
 
 def _quoted(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
@@ -56,5 +55,9 @@ _Dumper.add_representer(str, _quoted)
 
 
 def to_yaml(flat: Mapping[str, Any]) -> str:
-    """Return `flat`, a result of `to_flat_dict`, as the text of a YAML file."""
+    """Return a config as the text of a YAML file.
+
+    Args:
+        flat: A result of `to_flat_dict`.
+    """
     return yaml.dump(dict(flat), Dumper=_Dumper, sort_keys=False, allow_unicode=True)

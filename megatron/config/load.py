@@ -28,6 +28,7 @@ from megatron.config.neox.translation import Translation
 from megatron.config.reader import Given, Settings, merge, read_file, read_override
 from megatron.config.rules.relation import broken
 from megatron.config.schema import SECTIONS, Config
+from megatron.shipped import find
 
 _FIELDS = {
     name: info for section in SECTIONS.values() for name, info in section.model_fields.items()
@@ -49,21 +50,22 @@ def load_config(
 ) -> Config:
     """Load a config from YAML files and overrides, for a given number of processes.
 
-    Later files take precedence over earlier ones, and overrides over files. Mappings are merged key
-    by key at every level. The value null removes a key.
+    Later files take precedence over earlier ones, and overrides over files.
 
     Args:
-        files: The paths of the YAML files.
+        files: The YAML files, as `shipped.find` takes them.
         overrides: Texts of the form `key=value`, as after `-o` on the command line.
         world_size: The number of processes, as a number or as the text of WORLD_SIZE.
 
     Raises:
-        ConfigError: The configuration has problems. The error lists all of them, each with its
-            file, line and key if these are known.
+        ConfigError: The configuration has problems. The error lists all of them, with their places.
     """
+    # Mappings are merged key by key at every level. The value null removes a key. The place of a
+    # problem is its file, line and key if these are known.
     if not str(world_size).isdecimal() or int(world_size) < 1:
         text = f"the number of processes, is {str(world_size)!r}; unset it, or start with torchrun"
         raise ConfigError([Problem(None, "WORLD_SIZE", text)])
+    files = [find(file) for file in files]
     settings: Settings = {}
     problems: list[Problem] = []
     for found, wrong in [*map(read_file, files), *map(read_override, overrides)]:
@@ -122,12 +124,12 @@ def _adapter(name: str) -> TypeAdapter:
 
 
 def _validate(given: dict[str, Given]) -> tuple[dict[str, Any], list[Problem]]:
-    """Validate each given setting, and fill in the defaults of fields that are not given.
+    """Check each given setting, and fill in the defaults of other fields.
 
     Returns:
-        (values, problems), where `values` maps field names to values. Invalid fields are left out.
-        Derived fields that the user did not set are None.
+        (values by field name, problems).
     """
+    # Invalid fields are left out. Derived fields that the user did not set are None.
     values: dict[str, Any] = {
         name: info.get_default(call_default_factory=True)
         for name, info in _FIELDS.items()
@@ -145,14 +147,19 @@ def _validate(given: dict[str, Given]) -> tuple[dict[str, Any], list[Problem]]:
 
 
 def _text(detail: Any, value: Any) -> str:
-    """Return the error text for an invalid `value`, from pydantic's error `detail`."""
+    """Return the error text for an invalid value.
+
+    Args:
+        detail: The error from pydantic.
+    """
     if detail["type"] == "value_error":
         return str(detail["ctx"]["error"])
     return f"got {show(value)}; {detail['msg'][:1].lower()}{detail['msg'][1:]}"
 
 
 def _choose_tokenizer(given: dict[str, Given], values: dict[str, Any]) -> None:
-    """Select the tokenizer if `data_path` starts with `builtin:` and no tokenizer is given."""
+    """Select the tokenizer of a built-in text if none is given."""
+    # The text is built in if `data_path` starts with `builtin:`.
     path = values.get("data_path")
     if isinstance(path, str) and path.startswith("builtin:") and "tokenizer_type" not in given:
         values["tokenizer_type"] = TASK_TOKENIZER if task_name(path) else "ByteLevelTokenizer"

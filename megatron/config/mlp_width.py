@@ -9,14 +9,13 @@ GATED = ("geglu", "swiglu", "reglu", "glu", "bilinear")
 def inner_width(activation: str, intermediate_size: int, multiple: int) -> int:
     """Return the inner width of the MLP, computed as in gpt-neox.
 
-    Without a gate, the width is `intermediate_size`. If the activation has a gate (such as
-    `swiglu`), the width is a third of `intermediate_size`. In both cases, the width is then
+    The width is `intermediate_size`, or a third of it if the activation has a gate. It is then
     rounded up to a multiple of `multiple`.
 
     Args:
-        activation: The name of the activation.
-        intermediate_size: The value of the config key `intermediate_size`.
-        multiple: The value of the config key `mlp_multiple_of`.
+        activation: The name of the activation, such as `swiglu`, which has a gate.
+        intermediate_size: The config's `intermediate_size`.
+        multiple: The config's `mlp_multiple_of`.
     """
     gated = activation in GATED
     width = int(intermediate_size * 2 / 3) // 2 if gated else intermediate_size

@@ -80,18 +80,10 @@ def problem_of(value: Any, num_layers: int) -> str | None:
     """
     if not isinstance(value, tuple):
         return None
-    found = layer_count(value, num_layers)
+    found = sum(len(values) * _times(values, repeats, num_layers) for values, repeats in value)
     if found == num_layers:
         return None
     return f"names {found} layers, but num_layers is {num_layers}; write repeats that add up to it"
-
-
-def layer_count(groups: tuple[tuple[tuple[Any, ...], Any], ...], num_layers: int) -> int:
-    """Return the number of layers in `groups`, which are pairs (values, repeats).
-
-    If `repeats` is `all`, the values are repeated as often as they fit into `num_layers` layers.
-    """
-    return sum(len(values) * _times(values, repeats, num_layers) for values, repeats in groups)
 
 
 def same_layers(one: Any, other: Any, num_layers: int) -> bool:

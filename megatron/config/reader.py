@@ -24,6 +24,7 @@ import yaml
 
 from megatron.config.errors import ConfigError, Mark, Problem
 from megatron.files import without_waiting
+from megatron.shipped import shipped
 from megatron.suggest import did_you_mean
 
 KeyPath = tuple[str, ...]
@@ -86,11 +87,10 @@ def scalar(text: str) -> Any:
 
 
 class _Document:
-    """A YAML document, read into `settings`. Its faults, such as duplicate keys, are in `problems`.
+    """A YAML document, read into settings and problems, such as duplicate keys.
 
     Args:
-        name: The path of the file, or the text of the override. Messages about problems begin with
-            this name.
+        name: The path of the file, or the text of the override, for messages.
         text: The document's text.
     """
 
@@ -153,10 +153,9 @@ class _Document:
     def _repeated(
         self, path: KeyPath, line: int, node: yaml.Node, first_line: int, first: yaml.Node
     ) -> None:
-        """Handle a key that occurs twice in one mapping.
-
-        If both values are equal, record the second line in `Given.again`. Otherwise add a problem.
-        """
+        """Handle a key that occurs twice in one mapping."""
+        # If both values are equal, the second line is recorded in `Given.again`. Otherwise a
+        # problem is added.
         # The text of a value distinguishes 1 from true, which Python takes for equal.
         if repr(self._value(node, path)) == repr(self._value(first, path)):
             inside = next(each for each in self.settings if each[: len(path)] == path)
@@ -189,10 +188,9 @@ class _Document:
 
 
 def _unfit(text: str) -> str | None:
-    """Return the reason why a configuration must not contain `text`, or None if it may.
-
-    For example, `text` must not contain a password, because runs write their configuration to disk.
-    """
+    """Return the reason why a configuration must not contain `text`, or None if it may."""
+    # For example, `text` must not contain a password, because runs write their configuration to
+    # disk.
     if _SECRET.search(text):
         return (
             "contains a user name or a password before @, and the configuration is written to "
@@ -214,9 +212,9 @@ def read_file(path: str | Path) -> tuple[Settings, list[Problem]]:
             content = file.read(_MAX_BYTES + 1)
         text = content.decode("utf-8-sig")
     except FileNotFoundError:
-        near = did_you_mean(
-            Path(path).name, (each.name for each in Path(path).parent.glob("*.yml"))
-        )
+        folders = (Path(path).parent, shipped(path).parent)
+        names = (each.name for folder in folders for each in folder.glob("*.yml"))
+        near = did_you_mean(Path(path).name, names)
         here = "" if Path(path).is_absolute() else f"the current folder is {Path.cwd()}; "
         why = f"no such file; {near}{here}check the path"
     except OSError as error:
@@ -251,11 +249,9 @@ def read_override(text: str) -> tuple[Settings, list[Problem]]:
 
 
 def merge(base: Settings, over: Settings) -> Settings:
-    """Return `base` updated with `over`. Nested mappings are merged key by key.
-
-    A plain value in `over` replaces a mapping in `base`, and a mapping replaces a plain value. A
-    null in `over` replaces any value.
-    """
+    """Return `base` updated with `over`. Nested mappings are merged key by key."""
+    # A plain value in `over` replaces a mapping in `base`, and a mapping replaces a plain value. A
+    # null in `over` replaces any value.
     result = dict(base)
     for path, given in over.items():
         # The settings of which one contains the other.

@@ -23,14 +23,16 @@ from megatron.config.sections.training import BatchConfig, LrConfig, OptimizerCo
 
 
 class Config(BaseModel):
-    """All settings of a run, as built by `load_config`. Configs with equal sections are equal.
+    """All settings of a run. Configs with equal sections are equal.
 
     Attributes:
         notes: Remarks for the user, for example about keys that have no effect.
         sources: The paths of the config files.
-        origins: Maps the name of each field that the user set to the place where it is set: a file
-            and line, or an override.
+        origins: Maps the name of each field that the user set to the file and line, or the
+            override.
     """
+
+    # Built by `load_config`.
 
     model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=())
 
@@ -51,6 +53,11 @@ class Config(BaseModel):
     def sections(self) -> Iterator[tuple[str, Section]]:
         """Return pairs (section name, section), in the order in which the fields are declared."""
         return ((name, getattr(self, name)) for name in SECTIONS)
+
+    def length_of(self, step: int) -> int:
+        """Return the length of the sequences in step `step`, where 1 is the first step."""
+        begun = [length for after, length in self.training.curriculum if after < step]
+        return begun[-1] if begun else self.model.seq_length
 
     def to_flat_dict(self) -> dict[str, Any]:
         """Return all settings as a dict of GPT-NeoX keys that can be written as JSON or YAML.

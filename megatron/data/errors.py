@@ -9,11 +9,11 @@ from megatron.errors import UserError
 
 
 class DataError(UserError):
-    """Base class of the errors in `megatron/data` that the user can correct."""
+    """Base class of the errors about text and tokens that the user can correct."""
 
 
 class ShardError(DataError):
-    """A token shard (a `.bin`/`.idx` pair) is missing, damaged or in use, or has another format."""
+    """A token shard (.bin and .idx file) is missing, damaged, in use, or of unknown format."""
 
 
 class TokenizerError(DataError):
@@ -27,7 +27,7 @@ class CorpusError(DataError):
 class TaskError(DataError):
     """The name of a length task is unknown, or the task does not accept an option or a length.
 
-    A length task, such as copying n symbols, tests a model on longer examples than in training.
+    A length task, such as copying symbols, tests a model on longer examples than in training.
     """
 
 

@@ -22,9 +22,10 @@ def try_lock(fd: int, *, wait: bool) -> bool | None:
         wait: Whether to wait until no other process holds the lock.
 
     Returns:
-        True if this process now holds the lock. False if another process holds the lock, which is
-        possible only if `wait` is False. None if the file system has no locks.
+        True if this process now holds the lock. False if another process holds it. None if the file
+        system has no locks.
     """
+    # The result is False only if `wait` is False.
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
     except OSError as error:
@@ -36,9 +37,9 @@ def try_lock(fd: int, *, wait: bool) -> bool | None:
 def one_at_a_time(path: Path) -> Iterator[None]:
     """Hold a lock on the file `path` during the `with` block. Wait while another process holds it.
 
-    The file is created if it does not exist. It is not removed afterwards, because other processes
-    may be waiting for the lock on it.
+    The file is created if it does not exist.
     """
+    # It is not removed afterwards, because other processes may be waiting for the lock on it.
     path.parent.mkdir(parents=True, exist_ok=True)
     fd = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
     try:

@@ -4,8 +4,6 @@ The packages of the model, of attention and of the data take plain values, not a
 reads the values from the config, so that those packages need not import `megatron.config`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -30,21 +28,22 @@ from megatron.suggest import did_you_mean
 
 
 def task_of(config: Config) -> Task | None:
-    """Build the length task that `data_path` names. Return None if `data_path` names text.
+    """Build the length task that the config's `data_path` names, or return None if it names text.
 
     A length task, such as copying a sequence, generates its own examples, of any length.
 
     Raises:
-        TaskError: An option in `task_options` is unknown, or its value does not fit.
+        TaskError: An option in the config's `task_options` is unknown, or its value does not fit.
     """
     name = task_name(config.data.data_path)
     return build_task(name, config.data.task_options) if name else None
 
 
 def counts_targets(config: Config) -> bool:
-    """Return whether a step's loss is the mean over all unmasked targets of the step's batch.
+    """Return whether a step's loss is the mean over all targets of the step's batch.
 
-    If the result is false, a step's loss is the mean of the losses of its micro-batches.
+    Otherwise, a step's loss is the mean of the losses of its micro-batches. Masked targets do not
+    count in either case.
     """
     # Without masked targets, the two means are equal. A length task masks targets, too.
     masks = config.training.eod_mask_loss or task_name(config.data.data_path) is not None
@@ -52,7 +51,8 @@ def counts_targets(config: Config) -> bool:
 
 
 def tokenizer_of(config: Config) -> Tokenizer:
-    """Build the config's tokenizer. A length task (see `task_of`) has a tokenizer of its own."""
+    """Build the tokenizer that the config describes."""
+    # A length task (see `task_of`) has a tokenizer of its own.
     data, task = config.data, task_of(config)
     if task is not None:
         return task.tokenizer
@@ -60,10 +60,11 @@ def tokenizer_of(config: Config) -> Tokenizer:
 
 
 def positional_of(config: Config, numerics: Numerics | None = None) -> PositionalEmbedding:
-    """Build the config's positional embedding.
+    """Build the positional embedding that the config describes.
 
     Args:
-        numerics: The rules by which the embedding rounds numbers; None takes the config's rules.
+        numerics: The rules for rounding, such as the dtype of intermediate results. None means the
+            rules of the config.
     """
     m = config.model
     loaded = {
@@ -79,15 +80,17 @@ def positional_of(config: Config, numerics: Numerics | None = None) -> Positiona
 
 
 def positional_options(m: ModelConfig, name: str) -> dict[str, Any]:
-    """Return the options with which `load_positional` builds the embedding `name`.
+    """Return the options of the positional embedding `name`, as keyword arguments.
 
-    The options are in `pos_emb_options`. The embeddings `rpe` and `rotary` also get options from
-    other config keys.
+    Args:
+        m: The config section of the model. Its field `pos_emb_options` holds the options.
+        name: The name of a positional embedding, such as `kerple_log`.
 
     Raises:
-        PositionalError: `pos_emb_options` names an embedding that `pos_emb` does not name, or the
+        PositionalError: `m.pos_emb_options` names an embedding that the model does not use, or the
             options of an embedding are not a mapping.
     """
+    # `rpe` and `rotary` also get options from other config keys.
     terms = name.split(" + ")
     options = {term: m.pos_emb_options[term] for term in terms if term in m.pos_emb_options}
     if m.pos_emb == name and len(terms) == 1:  # the options themselves, without the name
@@ -123,16 +126,16 @@ def attention_of(
 ) -> AttentionFn:
     """Return the attention backend that the config's `attention_backend` selects.
 
-    If the selected backend is `fused`, this function also switches cached kernel launches on or off
-    for the whole process, as the config's `cached_launches` says.
-
     Args:
         pos: The positional embedding of one layer.
+        training: Whether the model will be trained, which needs a backward pass.
         masked: Whether document boundaries or a sliding window limit the keys that a query sees.
 
     Raises:
         AttentionError: The selected backend does not support this model on this device.
     """
+    # For the backend `fused`, this function also applies `cached_launches`, which switches cached
+    # kernel launches on or off for the whole process.
     m = config.model
     chosen = choose(
         m.attention_backend,
@@ -177,16 +180,16 @@ def plan_of(
     tp: TensorGroup = ALONE,
     cp: TensorGroup = ALONE,
 ) -> Plan:
-    """Collect what `GPT` needs to build the config's model, or this rank's shard of it.
+    """Return the arguments from which `GPT` builds the config's model.
 
     Args:
         vocab_size: The size of the tokenizer's vocabulary, before padding.
         device_type: The type of the device on which the model will run, "cuda" or "cpu".
-        eod: The id of the tokenizer's end-of-document token. It must be given if the config sets
+        eod: The id of the tokenizer's end-of-document token. It is needed if the config sets
             `reset_attention_mask`.
         training: Whether the model will be trained. Training needs dropout and a backward pass.
-        tp: The tensor-parallel group; with several ranks, only this rank's shard is built.
-        cp: The context-parallel group; each of its ranks holds a part of each sequence.
+        tp: The tensor-parallel group. This rank builds only its shard of the model.
+        cp: The context-parallel group. Its ranks process different parts of each sequence.
 
     Raises:
         AttentionError: The attention backend does not support this model on this device.
@@ -225,12 +228,12 @@ def plan_of(
 
 
 def theta_of(config: Config, pos: PositionalEmbedding) -> dict[str, Any]:
-    """Return a dict with the fields of `Plan` that concern theta, the learned parameters of `pos`.
+    """Return the arguments of `Plan` that concern the learned parameters of `pos`.
 
     Raises:
-        ConfigError: A config key names a parameter that `pos` does not have, a start value lies
-            beyond the parameter's bounds, or `eval_distance_scale` does not fit `pos`.
+        ConfigError: A value in the config does not fit `pos`.
     """
+    # The keys name parameters of `pos` (theta) and start values within their bounds.
     found = list(_theta_problems(config, pos))
     if found:
         origins = config.origins
@@ -244,11 +247,8 @@ def theta_of(config: Config, pos: PositionalEmbedding) -> dict[str, Any]:
 
 
 def _theta_problems(config: Config, pos: PositionalEmbedding) -> Iterator[tuple[str, str]]:
-    """Yield (config key, problem) for each config value that does not fit `pos`.
-
-    Only the keys about theta (the learned parameters of `pos`) and `eval_distance_scale` are
-    checked.
-    """
+    """Yield (config key, problem) for each config value that does not fit `pos`."""
+    # Only the keys about theta (the learned parameters of `pos`) and `eval_distance_scale`.
     init, frozen = config.model.theta_init, config.optimizer.theta_frozen
     try:
         if config.evaluation.eval_distance_scale != 1.0:

@@ -1,7 +1,5 @@
 """The training engine's errors. Each error message names the fault, its place and its remedy."""
 
-from __future__ import annotations
-
 from megatron.errors import UserError
 
 
@@ -18,7 +16,7 @@ class FailedElsewhereError(CheckpointError):
 
 
 class DivergedError(UserError):
-    """Training cannot go on: a loss or weight is not finite, or fp16 cannot hold the gradients."""
+    """Training cannot continue: a loss or weight is not finite, or the fp16 gradients overflow."""
 
 
 class BadLossError(DivergedError):

@@ -5,8 +5,6 @@ rates: tensor cores with 16-bit inputs and fp32 sums, and fp32 without tensor co
 default). Where a data sheet gives the rate of sparse matrices, this module has half of that rate.
 """
 
-from __future__ import annotations
-
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,7 +21,7 @@ class Gpu:
         rate16: The peak TFLOP/s of matrix products with 16-bit inputs.
         rate32: The peak TFLOP/s of matrix products with fp32 inputs.
         memory: The memory in GB.
-        has_bf16: Whether the tensor cores take bf16.
+        has_bf16: Whether the tensor cores support bf16.
     """
 
     rate16: float
@@ -48,7 +46,7 @@ GPUS = {
 
 
 def gpu_named(name: str) -> Gpu:
-    """Return the GPU that `GPUS` lists under `name`. Upper and lower case count as equal.
+    """Return the known GPU with this name. Case is ignored.
 
     Raises:
         StartError: The GPU is unknown.
@@ -61,10 +59,9 @@ def gpu_named(name: str) -> Gpu:
 
 
 def gpu_of_device(device_name: str) -> Gpu | None:
-    """Return the first GPU of `GPUS` that fits CUDA's `device_name`, or None if there is none.
-
-    A GPU fits if `device_name` contains all parts of the GPU's name. Hyphens separate the parts.
-    """
+    """Return the GPU whose name fits CUDA's `device_name`, or None if it is unknown."""
+    # A GPU fits if `device_name` contains all parts of the GPU's name in `GPUS`. Hyphens separate
+    # the parts. The first GPU that fits counts.
     found = (gpu for name, gpu in GPUS.items() if all(x in device_name for x in name.split("-")))
     return next(found, None)
 

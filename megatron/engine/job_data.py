@@ -1,7 +1,5 @@
 """Read the batches of a job, for training and evaluation, from the text that the config names."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np
@@ -35,10 +33,11 @@ class JobData:
         tokenizer: The tokenizer that the config names.
         text: The opened token shards and splits, or the length task that makes the samples.
         identity: The values that determine the order and the text of the samples, as JSON values.
-            Checkpoints record them.
         wanted: Maps each split's name to the number of samples that the run reads from it.
-        counting: The rules that say which targets count in the loss, and with which weight.
+        counting: The rules for the targets that count in the loss, and for their weights.
     """
+
+    # Checkpoints record `identity`.
 
     def __init__(self, config: Config, groups: Groups):
         self.config, self.groups = config, groups
@@ -79,18 +78,19 @@ class JobData:
         """Return this rank's training batches, or None if the run reads no training sample.
 
         Args:
-            index_samples: The number of samples for which the sample index was built when the run
-                began. The order of the samples depends on this number, as in GPT-NeoX.
-            consumed: The number of samples already read; the batches start after them.
-            least: The batches must contain at least this many samples.
+            index_samples: The number of training samples that the run planned when it began. It
+                determines the order of the samples.
+            consumed: The number of samples already used; the batches start after them.
+            least: The smallest number of samples that the batches must contain.
         """
+        # The order of the samples depends on the size of the sample index, as in GPT-NeoX.
         dataset = self._dataset("train", index_samples, consumed + least)
         return None if dataset is None else self._loader(dataset, consumed)
 
     def first_samples(self, count: int) -> np.ndarray | None:
-        """Return the first `count` training samples, int64 [count, tokens], on every rank.
+        """Return the first `count` training samples, int64 [count, tokens]; None without text.
 
-        Return None if there is no training text.
+        Every rank gets all of them.
         """
         dataset = self._dataset("train", self.wanted["train"] or count, count)
         return None if dataset is None else dataset.batch(range(count))
@@ -134,12 +134,11 @@ class JobData:
         return loader
 
     def _dataset(self, name: str, index_samples: int, least: int = 0) -> Samples | None:
-        """Return the samples of split `name`; None if the run reads none or the split is empty.
+        """Return the samples of the split `name`, or None if the run uses none.
 
         Args:
-            index_samples: The number of samples for which the sample index was built when the run
-                began.
-            least: The result must have at least this many samples.
+            index_samples: The number of samples that the run planned when it began.
+            least: The smallest number of samples that the result must have.
         """
         total = max(index_samples, self.wanted[name], least)
         model, seed = self.config.model, self.config.training.seed

@@ -5,8 +5,6 @@ of a stage, `Pipeline`, has the same interface as the plain model, `GPT`. Each s
 transformer blocks.
 """
 
-from __future__ import annotations
-
 import contextlib
 import io
 from collections.abc import Iterator
@@ -26,12 +24,13 @@ from megatron.parallel.groups import Groups
 
 
 class Pipeline(PipelineModule):
-    """This rank's pipeline stage of the model, with the parameter names of `megatron.model.GPT`.
+    """This rank's pipeline stage of the model, with the parameter names of the unpipelined model.
 
     Attributes:
-        layer_names: The names of all layers of the full model, in order. DeepSpeed's checkpoint
-            files are numbered by this order.
+        layer_names: The names of all layers of the full model, in order.
     """
+
+    # DeepSpeed's checkpoint files are numbered by the order of `layer_names`.
 
     def __init__(self, plan: Plan, groups: Groups):
         layers = pipeline_layers(plan)
@@ -52,11 +51,9 @@ class Pipeline(PipelineModule):
     def named_parameters(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Parameter]]:
-        """Yield this stage's parameters under the plain model's names, such as `layers.3.mlp...`.
-
-        DeepSpeed's own names begin with the position of the layer in the pipeline, such as
-        `5.mlp...`.
-        """
+        """Yield this stage's parameters under the unpipelined model's names."""
+        # DeepSpeed's own names begin with the position of the layer in the pipeline, such as
+        # `5.mlp...`.
         for name, param in super().named_parameters(prefix, recurse, remove_duplicate):
             head, _, rest = name.partition(".")
             if head == "tied_modules":
@@ -71,11 +68,9 @@ class Pipeline(PipelineModule):
 
     @property
     def theta_parts(self) -> tuple[nn.Parameter, ...]:
-        """The positional embedding's learned parameters; an empty tuple on a stage without them.
-
-        The first tensor is `theta` [this rank's heads, parameters per head]. If all heads share
-        some parameters, a second tensor [1, shared parameters] holds them.
-        """
+        """The positional embedding's learned parameters; an empty tuple on a stage without them."""
+        # The first tensor is `theta` [this rank's heads, parameters per head]. If all heads share
+        # some parameters, a second tensor [1, shared parameters] holds them.
         named = dict(self.named_parameters())
         return tuple(named[name] for name in (THETA, SHARED_THETA) if name in named)
 
@@ -90,7 +85,7 @@ def build_local_model(
 
     Args:
         vocab_size: The size of the tokenizer's vocabulary, before padding.
-        eod: The id of the tokenizer's end-of-document token. It must be given if the config sets
+        eod: The id of the tokenizer's end-of-document token. It is needed if the config sets
             `reset_attention_mask`.
     """
     device, tp, cp = groups.device.type, groups.model, groups.context

@@ -3,8 +3,6 @@
 `engine/build.py` combines the shape with the positional embedding and attention.
 """
 
-from __future__ import annotations
-
 from dataclasses import asdict, replace
 from typing import Any
 
@@ -21,11 +19,9 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def numerics_of(config: Config) -> Numerics:
-    """Return the rules by which the config's model rounds numbers.
-
-    By default, norms and positional embeddings convert 16-bit numbers to fp32 before they compute.
-    With `published_numerics`, the model rounds at the same places as the released KERPLE code.
-    """
+    """Return the rules by which the config's model rounds intermediate results."""
+    # By default, norms and positional embeddings convert 16-bit numbers to fp32 before they
+    # compute. With `published_numerics`, the model rounds where the released KERPLE code rounds.
     if not config.model.published_numerics:
         return WIDE
     return PublishedNumerics(DTYPES[config.training.precision])
@@ -89,9 +85,10 @@ def identity_of(
 ) -> dict[str, Any]:
     """Return the model's shape, positional embedding and tokenizer as JSON values.
 
-    Two models with equal values can load each other's weights. The result has no entry `tokenizer`
-    if the tokenizer is None, and no `max_positions` if the model has no trained position table.
+    Two models with equal values can load each other's weights.
     """
+    # The entry `tokenizer` is missing if the tokenizer is None. The entry `max_positions` is
+    # missing if the model has no trained position table.
     shape = asdict(model_shape)
     block = shape.pop("block")
     no_weights = ("checkpoint_activations", "row_parallel_output")

@@ -1,7 +1,5 @@
 """Open a run folder and load its model. Everything that uses a trained model does this here."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -48,7 +46,8 @@ class OpenRun:
         return next(self.model.parameters()).dtype
 
     def said(self) -> str:
-        """Return the line `evaluating PATH`, with the checkpoint's path, and then `notes`."""
+        """Return lines for the log: which checkpoint is evaluated, then `self.notes`."""
+        # The first line is `evaluating PATH OF CHECKPOINT`.
         return "\n".join([f"evaluating {self.saved.path}", *self.notes])
 
 
@@ -62,15 +61,13 @@ def open_run(
 ) -> OpenRun:
     """Build the model of the run folder `folder`, with the weights of its newest checkpoint.
 
-    The model has the config's precision, is on this rank's device, and multiplies all query-key
-    distances by `eval_distance_scale`. The files that hold the weights must be intact. Every rank
-    must call this function.
+    The model has the config's precision and is on this rank's device. Every rank must call this
+    function.
 
     Args:
-        config: The configuration. If `config` is None, the configuration is read from `files` and
-            `overrides`, and each process holds the whole model.
-        groups: The job's process groups. The ranks of `groups.model` share the model. None means
-            that this process is alone.
+        config: The configuration. None means that `files` and `overrides` hold the configuration,
+            and that each process holds the whole model.
+        groups: The job's process groups; None means that this process is alone.
         files: Config files; without any, the run's `config.yml` is read.
         overrides: Config overrides, `key=value`.
 
@@ -80,13 +77,14 @@ def open_run(
             damaged or does not fit the config.
         ConfigError: The configuration has problems.
     """
+    # The model multiplies all query-key distances by `eval_distance_scale`. The ranks of
+    # `groups.model` share the model.
     groups = groups or alone()
     if config is None:
         stored = RunFolder(folder).config
         if not files and not stored.is_file():
-            raise CheckpointError(
-                f"{folder} has no config.yml; name the config files with --config"
-            )
+            text = "name the config files with --config, or another folder"
+            raise CheckpointError(f"{folder} has no config.yml; {text}")
         given = ["attention_backend=auto", *overrides, *sharing_layout(1)]
         config = load_config(files or [stored], given)
     tokenizer = tokenizer_of(config)

@@ -1,7 +1,5 @@
 """Open the text that a config names: its token shards, divided into splits, or a length task."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -22,7 +20,7 @@ from megatron.engine.build import task_of
 
 @dataclass(frozen=True)
 class Corpus:
-    """A range of documents, from which a split draws samples with a certain weight.
+    """A range of documents, from which a split draws samples.
 
     Attributes:
         shards: The opened token shards that hold the documents.
@@ -40,10 +38,12 @@ class Text:
     """The opened text of a job.
 
     Attributes:
-        shards: All documents of the three splits; the evaluation by length reads them.
+        shards: All documents of the three splits.
         splits: The ranges of documents [start, end) of `shards` for train, valid and test.
         corpora: Maps each split's name to the corpora from which its samples are drawn.
     """
+
+    # The evaluation by length reads `shards`.
 
     shards: Shards
     splits: list[tuple[int, int]]
@@ -59,16 +59,18 @@ class Text:
 
 
 def open_text(config: Config, tokenizer: Tokenizer) -> Text | Task:
-    """Open every token shard that the config names. If it names a length task, return the task.
+    """Open every token shard that the config names, or return the length task that it names.
 
-    If the config sets `data_path`, the corpus there is divided by `split` into train, valid and
-    test. Otherwise `train_data_paths`, `valid_data_paths` and `test_data_paths` name the corpora of
-    each split. The documents of train, valid and test then follow each other in `Text.shards`.
+    A length task generates its samples itself.
 
     Raises:
         DataError: The shards cannot be read, were made with another tokenizer, or cannot be divided
-            by the config's `split`. Or the length task has no examples of one of `eval_lengths`.
+            into the splits.
     """
+    # If the config sets `data_path`, the corpus there is divided by `split` into train, valid and
+    # test. Otherwise `train_data_paths`, `valid_data_paths` and `test_data_paths` name the corpora
+    # of each split, which then follow each other in `Text.shards`. A length task must have examples
+    # of each of `eval_lengths`.
     task, data = task_of(config), config.data
     if task is not None:
         for length in config.evaluation.eval_lengths:
@@ -112,13 +114,12 @@ def open_text(config: Config, tokenizer: Tokenizer) -> Text | Task:
 
 
 def _require_ends(config: Config, shards: Sequence[ShardReader]) -> None:
-    """If the config needs end-of-document tokens, check that the shards contain such tokens.
-
-    The keys `reset_attention_mask` and `eod_mask_loss` need them.
+    """Check that the shards contain end-of-document tokens if the config needs them.
 
     Raises:
         DataError: The shards were made without end-of-document tokens.
     """
+    # The keys `reset_attention_mask` and `eod_mask_loss` need them.
     asked = {
         "reset_attention_mask": config.model.reset_attention_mask,
         "eod_mask_loss": config.training.eod_mask_loss,

@@ -12,8 +12,6 @@ DeepSpeed itself calls `torch.load(weights_only=False)`. Therefore, every call o
 reads a checkpoint must be inside a block `with only_safe_loads()`.
 """
 
-from __future__ import annotations
-
 import _codecs
 import os
 import pickle
@@ -53,22 +51,20 @@ def safe_load(path: Path, *, mmap: bool = True) -> Any:
     """Load a `torch.save` file into CPU memory, without running code that the file contains.
 
     Args:
-        mmap: Whether to memory-map the tensors of the file. Files of torch versions before 1.6
-            are never mapped.
+        mmap: Whether to memory-map the tensors of the file.
 
     Raises:
         CheckpointError: The file cannot be read, or it contains more than tensors and plain values.
     """
+    # Files of torch versions before 1.6 are never mapped.
     return _load(path, "cpu", mmap=mmap)
 
 
 @contextmanager
 def only_safe_loads() -> Iterator[None]:
-    """Make every `torch.load` in the `with` block, DeepSpeed's included, as safe as `safe_load`.
-
-    Processes that are started in the block inherit an environment variable with which torch
-    refuses to run code from files.
-    """
+    """Make every `torch.load` in the `with` block refuse to run code from files."""
+    # It then is as safe as `safe_load`, in DeepSpeed and in new processes, too. These inherit an
+    # environment variable that torch reads.
     from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
     from deepspeed.runtime.zero.config import ZeroStageEnum
     from deepspeed.utils import fragment_address

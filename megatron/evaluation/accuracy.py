@@ -13,11 +13,10 @@ scipy, pandas and matplotlib are imported inside the functions, so that training
 them.
 """
 
-from __future__ import annotations
-
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -27,7 +26,7 @@ from megatron.data.tasks.samples import examples_at
 from megatron.engine.training.pipeline_engine import PipelineLosses
 from megatron.evaluation.length_report import csv_of, figure_png, mark_training_length
 from megatron.evaluation.losses import MeasuredModel, losses_of_sequences
-from megatron.evaluation.perplexity_statistics import measured_with
+from megatron.evaluation.perplexity_statistics import measured_with, scaled
 from megatron.files import replace_table, write_bytes
 from megatron.parallel.groups import Groups
 from megatron.parallel.loss import UNCOUNTED, inputs_and_targets
@@ -36,7 +35,7 @@ from megatron.run_folder import RunFolder
 
 @dataclass(frozen=True)
 class Accuracy:
-    """The accuracy at one length. It is one row of `accuracy.csv`, with a column for each field."""
+    """The accuracy at one length. It is a row of `accuracy.csv`, beside `measured_with`."""
 
     length: int
     times_train: float  # the length, divided by the longest length in training
@@ -45,10 +44,6 @@ class Accuracy:
     exact_low: float  # the bounds of the 95% interval of `exact`
     exact_high: float
     token: float
-    distance_scale: float = 1.0  # the kernel saw every distance times this factor
-    split: str = ""  # the split of the text, `eval_split`
-    step: int = 0  # the optimizer steps that the model was trained for
-    code: str = ""  # the fingerprint of the code that measured
 
 
 def accuracy_at(
@@ -112,17 +107,17 @@ def evaluate_task(
     chosen, rows = model.config.evaluation, []
     for length in sorted(set(chosen.eval_lengths)):
         count, size = chosen.eval_examples, chosen.eval_batch_tokens
-        row = accuracy_at(model.loss_fn, task, length, count, model.groups, size)
-        rows.append(replace(row, **measured_with(model.config, model.step)))
+        rows.append(accuracy_at(model.loss_fn, task, length, count, model.groups, size))
     if model.groups.is_main:
         title = f"{task.name}, {model.pos.name}, trained at {task.min_length} to {task.max_length}"
-        if chosen.eval_distance_scale != 1.0:
-            title += f", distances x {chosen.eval_distance_scale:g}"
-        say(write_accuracy(rows, task, run_dir, title))
+        about = measured_with(model.config, model.step)
+        say(write_accuracy(rows, task, run_dir, scaled(title, model.config), about))
     return rows
 
 
-def write_accuracy(rows: Sequence[Accuracy], task: Task, run_dir: Path, title: str) -> str:
+def write_accuracy(
+    rows: Sequence[Accuracy], task: Task, run_dir: Path, title: str, about: Mapping[str, Any]
+) -> str:
     """Write `accuracy.csv` and a plot of it into `run_dir`. Return the table as text.
 
     Args:
@@ -131,7 +126,7 @@ def write_accuracy(rows: Sequence[Accuracy], task: Task, run_dir: Path, title: s
     import pandas as pd
     from matplotlib.figure import Figure
 
-    table = pd.DataFrame(rows)
+    table = pd.DataFrame(rows).assign(**about)
     path = RunFolder(run_dir).accuracy
     picture = path.with_suffix(".png")
     run_dir.mkdir(parents=True, exist_ok=True)

@@ -12,12 +12,10 @@ first splits the text into sequences of c tokens, so that each token has 1 ... c
 second scores single tokens that have exactly c predecessors.
 """
 
-from __future__ import annotations
-
 import math
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -39,6 +37,7 @@ from megatron.evaluation.perplexity_statistics import (
     LengthResult,
     TokenBytes,
     measured_with,
+    scaled,
     summarise,
 )
 from megatron.model.theta import columns_of, trained_theta
@@ -57,7 +56,7 @@ class Measurement:
             length + 1]. The last token of a sequence is only a target, not an input.
         token_bytes: A function from token ids to the number of UTF-8 bytes of each token.
         batch_tokens: The approximate number of tokens in a forward pass.
-        groups: The job's process groups; each data-parallel rank reads a part of the sequences.
+        groups: The job's process groups. Each data-parallel rank measures a part of the sequences.
         uncounted_after: The id of a token. Targets directly after this token are not scored. None
             scores all targets.
     """
@@ -85,7 +84,10 @@ class Measurement:
     def at_lengths(self, lengths: Sequence[int], say: Callable[[str], None]) -> list[LengthResult]:
         """Measure the model at each of `lengths`, and return the results in the same order.
 
-        `say` prints the result of each length. Every rank must call this method.
+        Every rank must call this method.
+
+        Args:
+            say: A function that prints the result of each length.
         """
         results = []
         for length in lengths:
@@ -100,10 +102,10 @@ class Measurement:
         return results
 
     def with_context(self, context: int, *, length: int, targets: int) -> LengthResult:
-        """Measure the model on single tokens, each read with the `context` tokens before it.
+        """Measure the loss of single tokens, each predicted from the `context` tokens before it.
 
         Args:
-            context: The number of tokens that the model reads before each scored token.
+            context: The number of tokens before each scored token.
             length: The text is cut into sequences of this length, and no context crosses a cut.
             targets: The approximate number of tokens to score, at equal distances in the text.
         """
@@ -120,12 +122,12 @@ class Measurement:
 def evaluate_checkpoint(
     config: Config, load: Path, *, out: Path | None = None, say: Callable[[str], None] = print
 ) -> list[LengthResult] | list[Accuracy]:
-    """Evaluate the newest checkpoint in the run folder `load` at each of `eval_lengths`.
+    """Evaluate the newest checkpoint in the run folder `load` at the config's `eval_lengths`.
 
-    Call this function in a single process, or in every process of a torchrun job.
+    Every process of the job must call this function.
 
     Args:
-        out: The folder for the CSV and the plots; None writes them into `load`.
+        out: The folder for the CSV and the plots; None means `load`.
         say: A function that prints a text; only the main rank calls it.
 
     Raises:
@@ -146,17 +148,19 @@ def evaluate_checkpoint(
 def evaluate_lengths(
     model: MeasuredModel, text: Text | Task, run_dir: Path, say: Callable[[str], None]
 ) -> list[LengthResult] | list[Accuracy]:
-    """Measure `model` at each of `eval_lengths`, print a table, and write a CSV and plots.
+    """Measure `model` at the config's `eval_lengths`, print a table, and write a CSV and plots.
 
     Every rank must call this function.
 
     Args:
         text: The text, or a length task. On a length task, the accuracy is measured.
         run_dir: The folder into which the CSV and the plots are written.
+        say: A function that prints a text.
 
     Raises:
-        DataError: The split `eval_split` is shorter than one sequence of the largest length.
+        DataError: The text is shorter than one sequence of the largest length.
     """
+    # The text is the split `eval_split`.
     if isinstance(text, Task):
         return evaluate_task(model, text, run_dir, say)
     config, groups = model.config, model.groups
@@ -164,8 +168,7 @@ def evaluate_lengths(
     measurement, span = measurement_of(
         config, groups, model.loss_fn, model.tokenizer, text, chosen.eval_tokens
     )
-    scale, about = chosen.eval_distance_scale, measured_with(config, model.step)
-    results = [replace(r, **about) for r in measurement.at_lengths(lengths, say)]
+    results = measurement.at_lengths(lengths, say)
     baselines: dict[str, LengthResult] = {}
     if context := chosen.eval_context_baseline:
         baselines = {
@@ -174,12 +177,11 @@ def evaluate_lengths(
                 context, length=max(lengths), targets=max(1, span // context)
             ),
         }
-    baselines = {name: replace(r, **about) for name, r in baselines.items()}
     if groups.is_main:
         train_length = config.model.seq_length
-        stretched = "" if scale == 1.0 else f", distances x {scale:g}"
-        title = f"{model.pos.name}, trained at {train_length}{stretched}"
-        say(length_report.write_extrapolation(results, run_dir, train_length, baselines, title))
+        title = scaled(f"{model.pos.name}, trained at {train_length}", config)
+        shown = results, run_dir, train_length, baselines, title
+        say(length_report.write_extrapolation(*shown, measured_with(config, model.step)))
         if model.pos.has("distance"):
             draw_kernels(model.pos, model.theta_HN, config, run_dir)
         say(f"written to {run_dir}: {RunFolder(run_dir).extrapolation.name} and pictures")
@@ -189,14 +191,15 @@ def evaluate_lengths(
 def measurement_of(
     config: Config, groups: Groups, loss_fn: LossFn, tokenizer: Tokenizer, text: Text, tokens: int
 ) -> tuple[Measurement, int]:
-    """Return a `Measurement` on the split `eval_split`, and the number of targets read per length.
+    """Return a `Measurement` on the config's text, and the number of targets at each length.
 
     Args:
-        tokens: The largest number of targets to read per length.
+        tokens: The largest number of targets per length.
 
     Raises:
-        DataError: The split `eval_split` is shorter than one sequence of the largest length.
+        DataError: The text is shorter than one sequence of the largest length.
     """
+    # The text is the split `eval_split`.
     chosen, lengths = config.evaluation, config.evaluation.eval_lengths
     documents = text.splits[SPLITS.index(chosen.eval_split)]
     span = eval_span(text.shards, documents, lengths, tokens)
@@ -220,17 +223,15 @@ def measurement_of(
 def draw_kernels(
     pos: PositionalEmbedding, trained_HN: torch.Tensor | None, config: Config, run_dir: Path
 ) -> None:
-    """Plot the bias and weight of each head by query-key distance, as `kernels.png` in `run_dir`.
-
-    If layers have different kernels, there is one file for each kernel, such as
-    `kernels_layer0.png`.
-
-    The distances go up to the largest of `eval_lengths`. If a kernel depends on the query's
-    position, this largest length is also the query's position.
+    """Plot each head's bias and weight by query-key distance, as PNG files in `run_dir`.
 
     Args:
-        trained_HN: The learned parameters [heads, parameters per head]; None if there are none.
+        trained_HN: The learned parameters of `pos` [heads, parameters per head]; None if there are
+            none.
     """
+    # The file is `kernels.png`. If layers have different kernels, there is one file for each
+    # kernel, such as `kernels_layer0.png`. The distances go up to the largest of `eval_lengths`. If
+    # a kernel depends on the query's position, this largest length is also the query's position.
     path, longest = RunFolder(run_dir).kernels, max(config.evaluation.eval_lengths)
     theta_HN = pos.initial_theta(config.model.num_attention_heads, torch.Generator())
     if trained_HN is not None:

@@ -1,7 +1,5 @@
 """Measure the loss on the splits `valid` and `test`, during and after training."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import torch
@@ -22,9 +20,9 @@ from megatron.evaluation.by_length import measurement_of
 def validation(data: JobData, engine: Engine, step: int) -> dict[str, float]:
     """Run the validation after step `step`, and return its metrics. Every rank must call this.
 
-    The metrics are `validation/loss` and, if `step` is a multiple of `eval_lengths_interval`, the
-    losses by length.
+    The metrics are `validation/loss` and, on some steps, the losses by length.
     """
+    # The losses by length come if `step` is a multiple of `eval_lengths_interval`.
     t, interval = data.config.training, data.config.evaluation.eval_lengths_interval
     found = {}
     if t.eval_iters:
@@ -39,14 +37,14 @@ def validation(data: JobData, engine: Engine, step: int) -> dict[str, float]:
 
 
 def _by_length(data: JobData, model: Callable[..., torch.Tensor]) -> dict[str, float]:
-    """Return a dict with the loss `validation/loss_at_L` for each length L of `eval_lengths`.
-
-    For a length task, return the accuracies `validation/exact_at_L` instead of losses. In a
-    pipelined job, the dict is empty for a length task.
+    """Return the validation loss of each length in `eval_lengths`, by the metric's name.
 
     Raises:
-        DataError: The split `eval_split` is shorter than one sequence of the largest length.
+        DataError: The text is shorter than one sequence of the largest length.
     """
+    # The name is `validation/loss_at_L` for the length L. For a length task, the accuracies
+    # `validation/exact_at_L` are returned instead of losses. In a pipelined job, the dict is empty
+    # for a length task.
     config, groups, chosen = data.config, data.groups, data.config.evaluation
     lengths = sorted(set(chosen.eval_lengths))
     if isinstance(data.text, Task):
@@ -64,12 +62,12 @@ def _by_length(data: JobData, model: Callable[..., torch.Tensor]) -> dict[str, f
 def held_out_loss(
     data: JobData, engine: Engine, name: str, evaluations_before: int
 ) -> float | None:
-    """Return the mean loss on the split `name`, or None if the split has no batches.
+    """Return the mean loss on a split, or None if the split has no batches.
 
     Every rank must call this function.
 
     Args:
-        name: `valid` or `test`.
+        name: The split, `valid` or `test`.
         evaluations_before: The number of earlier evaluations, whose batches are skipped.
     """
     loader = data.held_out(name, evaluations_before=evaluations_before)
@@ -80,7 +78,7 @@ def held_out_loss(
 
 
 def log_final_losses(data: JobData, engine: Engine, log: RunLog) -> None:
-    """Measure and log the losses on `valid` and `test` after training.
+    """Measure and log the losses on the splits `valid` and `test` after training.
 
     Every rank must call this function.
     """

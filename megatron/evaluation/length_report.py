@@ -28,8 +28,9 @@ Baselines = Mapping[str, LengthResult]
 
 
 def write_extrapolation(
-    rows: Sequence[LengthResult], run_dir: Path, train_length: int, baselines: Baselines, title: str
-) -> str:
+    rows: Sequence[LengthResult], run_dir: Path, train_length: int, baselines: Baselines,
+    title: str, about: Mapping[str, Any],
+) -> str:  # fmt: skip
     """Write `extrapolation.csv` and `extrapolation.png` into `run_dir` and return the table.
 
     The CSV files of an earlier evaluation are kept with `.previous` added to their names.
@@ -40,6 +41,7 @@ def write_extrapolation(
         baselines: Maps names to results of the model with a short context. The table, the plot and
             `context_baseline.csv` show these results.
         title: The title of the table and the plot.
+        about: Columns with one value each (`measured_with`).
 
     Raises:
         ValueError: There are no rows, or a length occurs twice.
@@ -52,21 +54,17 @@ def write_extrapolation(
         raise ValueError(f"each length must have one result; the lengths are {lengths}")
     run_dir.mkdir(parents=True, exist_ok=True)
     run = RunFolder(run_dir)
-    replace_table(run.extrapolation, csv_of(rows))
+    replace_table(run.extrapolation, csv_of(pd.DataFrame(rows).assign(**about)))
     shorter = pd.DataFrame(list(baselines.values()), list(baselines)).rename_axis("baseline")
     named = shorter.rename(columns={"length": "context"}).reset_index()
-    replace_table(run.baselines, csv_of(named) if baselines else None)
+    replace_table(run.baselines, csv_of(named.assign(**about)) if baselines else None)
     figure = extrapolation_figure(rows, train_length, baselines, title)
     write_bytes(run.extrapolation.with_suffix(".png"), figure_png(figure))
     return _table(rows, train_length, baselines, title)
 
 
 def write_kernels(
-    bias_by_head: Any | None,
-    distances: Any,
-    weights: Any | None,
-    train_length: int,
-    path: Path,
+    bias_by_head: Any | None, distances: Any, weights: Any | None, train_length: int, path: Path
 ) -> None:
     """Plot the distance kernel of each head h: its bias b_h(d) and its weight w_h(d).
 

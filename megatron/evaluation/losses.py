@@ -1,7 +1,5 @@
 """Compute losses of sequences, in nats per token; all ranks get the same result."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -12,7 +10,7 @@ from megatron import preemption
 from megatron.config import Config
 from megatron.data.tokenizers.base import Tokenizer
 from megatron.engine.training.batches import on_device
-from megatron.engine.training.pipeline_engine import LossFn
+from megatron.engine.training.pipeline_engine import LossFn, never_compiled
 from megatron.parallel.groups import Groups
 from megatron.positional import PositionalEmbedding
 
@@ -22,10 +20,9 @@ class MeasuredModel:
     """A model that is evaluated by length.
 
     Attributes:
-        config: The configuration, which says what is measured.
+        config: The configuration. Its section `evaluation` selects what is measured.
         groups: The job's process groups.
-        loss_fn: The function that returns the loss of each target token. If it is called without
-            targets, it returns logits.
+        loss_fn: The function that returns the loss of each target token, or logits without targets.
         pos: The model's positional embedding.
         tokenizer: The tokenizer with which the text was made.
         theta_HN: The learned parameters of `pos` [heads, parameters per head], in fp32; None if
@@ -53,17 +50,17 @@ def losses_of_sequences(
 ) -> np.ndarray:
     """Return the mean loss of each of n sequences in nats per token, as float64 [n].
 
-    The data-parallel ranks divide the sequences among themselves. Every rank must call this
-    function.
+    Every rank must call this function, because the data-parallel ranks divide the sequences.
 
     Args:
-        sequences: int64 [n, L + 1]. Each row is a sequence with L targets.
+        sequences: The tokens of n sequences with L targets each, int64 [n, L + 1].
         batch_tokens: The approximate number of tokens in a forward pass.
         last_only: Whether to score only the last position of each sequence.
-        uncounted_after: The id of a token. Targets directly after this token are not scored. The
-            results are then scaled, so that their mean is the mean loss of all scored targets.
-            None scores all targets.
+        uncounted_after: The id of a token. Targets directly after this token are not scored. None
+            scores all targets.
     """
+    # With `uncounted_after`, the results are scaled, so that their mean is the mean loss of all
+    # scored targets.
 
     def score(losses_BT: torch.Tensor, inputs_BT: torch.Tensor) -> torch.Tensor:
         if uncounted_after is not None:
@@ -78,7 +75,7 @@ def losses_of_sequences(
     return losses / max(1e-9, float((sequences[:, :-1] != uncounted_after).mean()))
 
 
-@torch.compiler.set_stance("force_eager")  # it would compile for each length
+@never_compiled
 @torch.no_grad()
 def scores_of_sequences(
     loss_fn: LossFn,
@@ -90,18 +87,17 @@ def scores_of_sequences(
     width: int,
     tick: Callable[[int], object] = lambda tokens: None,
 ) -> np.ndarray:
-    """Return the numbers that `score` computes for each of n sequences, float64 [n, width].
+    """Return the values that `score` computes for each of n sequences, float64 [n, width].
 
-    The data-parallel ranks divide the sequences among themselves. Every rank must call this
-    function.
+    Every rank must call this function, because the data-parallel ranks divide the sequences.
 
     Args:
-        sequences: int64 [n, L + 1]. Each row is a sequence with L targets.
+        sequences: The tokens of n sequences with L targets each, int64 [n, L + 1].
         batch_tokens: The approximate number of tokens in a forward pass.
-        score: A function that gets a batch's losses (fp64) and inputs, both [B, L], and returns
-            `width` numbers for each sequence, [B, width].
-        width: How many numbers `score` returns for each sequence.
-        tick: A function that gets the number of tokens of each finished forward pass.
+        score: A function of a batch's losses (fp64) and inputs, both [B, L], with B sequences in
+            the batch. It returns [B, width].
+        width: The number of values that `score` returns for each sequence.
+        tick: A function that is called after each forward pass with its number of tokens.
     """
     count, length = sequences.shape[0], sequences.shape[1] - 1
     rows = max(1, batch_tokens // length)

@@ -9,8 +9,6 @@ The standard errors of perplexity and bits_per_byte are first-order approximatio
 perplexity * stderr, and the second is bits_per_byte * stderr / loss.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -30,7 +28,7 @@ TokenBytes = Callable[[np.ndarray], np.ndarray]
 class LengthResult:
     """The result for one sequence length: a row of `extrapolation.csv`.
 
-    The fields, in this order, are the columns of the file.
+    The fields, in this order, are the first columns of the file. `measured_with` has the others.
     """
 
     length: int  # the target tokens in a sequence
@@ -39,10 +37,6 @@ class LengthResult:
     perplexity: float
     bits_per_byte: float
     stderr: float  # the standard error of `loss` over sequences; NaN for a single sequence
-    distance_scale: float = 1.0  # the kernel saw every distance times this factor
-    split: str = ""  # the split of the text, `eval_split`
-    step: int = 0  # the optimizer steps that the model was trained for
-    code: str = ""  # the fingerprint of the code that measured
 
     @property
     def perplexity_stderr(self) -> float:
@@ -63,6 +57,12 @@ def measured_with(config: Config, step: int) -> dict[str, Any]:
     """
     scale, split = config.evaluation.eval_distance_scale, config.evaluation.eval_split
     return {"distance_scale": scale, "split": split, "step": step, "code": fingerprint()}
+
+
+def scaled(title: str, config: Config) -> str:
+    """Return `title`, with the factor of the distances if there is one."""
+    scale = config.evaluation.eval_distance_scale
+    return title if scale == 1.0 else f"{title}, distances x {scale:g}"
 
 
 def summarise(length: int, losses: np.ndarray, bytes_scored: np.ndarray) -> LengthResult:

@@ -1,7 +1,5 @@
 """Log the losses that GPT-NeoX prints with `train_iters: 0`, measured on GPT-NeoX's batches."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 from megatron.engine.job_data import JobData
@@ -11,13 +9,14 @@ from megatron.parallel.loss import perplexity
 
 
 def log_published_losses(data: JobData, engine: Engine, log: RunLog, step: int) -> None:
-    """Log the loss and perplexity on the `valid` and `test` batches that GPT-NeoX would evaluate.
+    """Log the loss on the `valid` and `test` batches that GPT-NeoX would evaluate.
 
     Every rank must call this function.
 
     Args:
-        step: The number of optimizer steps after which the model was saved.
+        step: The number of optimizer steps that the model was trained for.
     """
+    # The perplexity is logged, too.
     config = data.config
     wanted = config.training.eval_iters * config.batch.gradient_accumulation_steps
     for name in ("valid", "test"):

@@ -1,10 +1,9 @@
 """Load a run's newest checkpoint, and write prompts with the model's continuations."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import count
 from pathlib import Path
 
 from megatron.config import Config
@@ -12,22 +11,23 @@ from megatron.data.errors import DataError
 from megatron.data.tokenizers.base import Tokenizer
 from megatron.engine.checkpoint.saved_checkpoints import Kind, Saved
 from megatron.engine.job.job_or_alone import job_or_alone
-from megatron.engine.open_run import open_run
+from megatron.engine.open_run import OpenRun, open_run
 from megatron.generation.loop import Speed, continue_texts
 from megatron.generation.sampling import Sampling
 from megatron.generation.text import Continuation
 from megatron.model import GPT
-from megatron.parallel.groups import Groups
+from megatron.parallel.groups import Groups, TensorGroup
 from megatron.parallel.rng import named_generator
 
 
 @dataclass(frozen=True)
 class GenerationOptions:
-    """What to generate, and how.
+    """The settings for generating text.
 
     Attributes:
         read_prompts: A function that returns the prompts, or None for a text without a prompt,
-            which starts after an end-of-document token. Only rank 0 calls it.
+            which starts after an end-of-document token. Only rank 0 calls it. If `interactive`, it
+            is called again after each text, until it returns None.
         max_new_tokens: The largest number of tokens of a continuation.
         sampling: The settings for choosing tokens.
         stops: The stop sequences. A continuation ends before the first one that occurs in it.
@@ -36,6 +36,7 @@ class GenerationOptions:
         seed: The seed of the random numbers. Each prompt has its own random generator.
         batch_size: The number of prompts that are continued at the same time.
         samples: The number of continuations of each prompt. Each has its own random generator.
+        interactive: Whether `read_prompts` is called again and again.
         as_json: If true, write one JSON object per prompt. If false, write plain text. The text of
             a single prompt is then written while it is generated.
     """
@@ -49,6 +50,7 @@ class GenerationOptions:
     batch_size: int = 8
     as_json: bool = False
     samples: int = 1
+    interactive: bool = False
 
 
 def generate(
@@ -66,7 +68,7 @@ def generate(
     Args:
         config: The configuration. Its degree of tensor parallelism must be the number of processes.
         load: The run folder.
-        write: A function that gets the prompts and continuations. Only rank 0 calls it.
+        write: A function that writes the prompts and continuations. Only rank 0 calls it.
         say: A function that prints a message for the user. Only rank 0 calls it.
 
     Raises:
@@ -79,37 +81,57 @@ def generate(
         if not groups.is_main:
             write = say = _nothing
         run = open_run(load, config, groups)
-        model, tokenizer = run.model, run.tokenizer
         say("\n".join([_origin(run.saved, groups), *run.notes]))
-        texts = groups.gather_from_job(options.read_prompts() if groups.is_main else [])[0]
-        prompts = [[tokenizer.eod]] if texts is None else _encoded(texts, tokenizer, model)
-        copies = [(n, k) for n in range(len(prompts)) for k in range(options.samples)]
-        prompts = [prompts[n] for n, _ in copies]
-        texts = [(texts or [""])[n] for n, _ in copies]
-        # The last token is chosen, but never read.
-        model.embedding.require_positions(max(map(len, prompts)) + options.max_new_tokens - 1)
-        streams = len(texts) == 1 and not options.as_json
-        if streams:
-            write(texts[0])
-        to = write if streams else _nothing
-        rows = [Continuation(tokenizer, ids, options.stops, to) for ids in prompts]
-        speed = Speed()
-        for begin in range(0, len(rows), options.batch_size):
-            batch = range(begin, min(begin + options.batch_size, len(rows)))
-            continue_texts(
-                model,
-                [prompts[n] for n in batch],
-                [rows[n] for n in batch],
-                [named_generator(options.seed, _stream(*copies[n])) for n in batch],
-                how=options.sampling,
-                max_new_tokens=options.max_new_tokens,
-                banned=_banned(model, tokenizer, options.endless),
-                tp=groups.model,
-                speed=speed,
-            )
-            for n in batch:
-                write("\n" if streams else _line(texts[n], rows[n], options.as_json))
-        say(_report(speed, rows))
+        for before in count() if options.interactive else (0,):
+            texts = groups.gather_from_job(options.read_prompts() if groups.is_main else [])[0]
+            if options.interactive and texts is None:
+                break
+            _continue(run, texts, options, before, groups.model, write, say)
+
+
+def _continue(
+    run: OpenRun,
+    texts: list[str] | None,
+    options: GenerationOptions,
+    before: int,
+    tp: TensorGroup,
+    write: Callable[[str], None],
+    say: Callable[[str], None],
+) -> None:
+    """Continue the prompts `texts`, or begin a document if `texts` is None (see `generate`).
+
+    Args:
+        before: The number of earlier prompts, which decides the random numbers.
+    """
+    model, tokenizer = run.model, run.tokenizer
+    prompts = [[tokenizer.eod]] if texts is None else _encoded(texts, tokenizer, model)
+    copies = [(n, k) for n in range(len(prompts)) for k in range(options.samples)]
+    prompts = [prompts[n] for n, _ in copies]
+    texts = [(texts or [""])[n] for n, _ in copies]
+    # The last token is chosen, but never read.
+    model.embedding.require_positions(max(map(len, prompts)) + options.max_new_tokens - 1)
+    streams = len(texts) == 1 and not options.as_json
+    if streams:
+        write(texts[0])
+    to = write if streams else _nothing
+    rows = [Continuation(tokenizer, ids, options.stops, to) for ids in prompts]
+    speed, streams_of = Speed(), [_stream(before + n, k) for n, k in copies]
+    for begin in range(0, len(rows), options.batch_size):
+        batch = range(begin, min(begin + options.batch_size, len(rows)))
+        continue_texts(
+            model,
+            [prompts[n] for n in batch],
+            [rows[n] for n in batch],
+            [named_generator(options.seed, streams_of[n]) for n in batch],
+            how=options.sampling,
+            max_new_tokens=options.max_new_tokens,
+            banned=_banned(model, tokenizer, options.endless),
+            tp=tp,
+            speed=speed,
+        )
+        for n in batch:
+            write("\n" if streams else _line(texts[n], rows[n], options.as_json))
+    say(_report(speed, rows))
 
 
 def _nothing(text: str) -> None:
@@ -137,8 +159,8 @@ def _origin(saved: Saved, groups: Groups) -> str:
 def _encoded(texts: list[str], tokenizer: Tokenizer, model: GPT) -> list[list[int]]:
     """Return the token ids of each prompt.
 
-    If tokens attend only to their own document, all ids up to the prompt's last end-of-document
-    token are left out.
+    If tokens attend only to their own document, the result has only the ids after the prompt's last
+    end-of-document token.
 
     Raises:
         DataError: There is no prompt, or no token of a prompt is left.

@@ -1,7 +1,5 @@
 """Continue a batch of texts with a model, token by token."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -20,13 +18,13 @@ PIECE = 1024
 
 @dataclass
 class Speed:
-    """The speed of reading prompts and of generating tokens, summed over batches of prompts.
+    """The speed of processing prompts and of generating tokens, summed over batches of prompts.
 
     Attributes:
         prompt_tokens: The number of tokens in the prompts.
         prompt_seconds: The time from the start of each batch until its first new tokens.
         tokens: The number of new tokens, without the first new token of each prompt.
-        seconds: The time in which these `tokens` were generated.
+        seconds: The time in which these new tokens were generated.
     """
 
     prompt_tokens: int = 0
@@ -50,7 +48,7 @@ def continue_texts(
 ) -> None:
     """Continue each prompt until its continuation ends or has `max_new_tokens` tokens.
 
-    Every rank of the job must call this function. Rank 0 chooses the tokens and broadcasts them.
+    Every rank of the job must call this function.
 
     Args:
         prompts: The token ids of each prompt. A prompt has at least one token.
@@ -61,6 +59,7 @@ def continue_texts(
         tp: The tensor-parallel group. It contains all ranks of the job.
         speed: The token counts and times of this call are added to this object.
     """
+    # Rank 0 chooses the tokens and broadcasts them.
     began = time.monotonic()
     device = next(model.parameters()).device
     lengths_B = torch.tensor([len(ids) for ids in prompts])

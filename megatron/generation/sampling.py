@@ -16,8 +16,6 @@ Face's transformers.
 Legend: B texts, V vocabulary.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -29,15 +27,17 @@ from megatron.engine.errors import DivergedError
 
 @dataclass(frozen=True)
 class Sampling:
-    """The settings for choosing tokens. By default, every token can be chosen.
+    """The settings for sampling the next token. By default, every token can be sampled.
 
     Attributes:
-        temperature: The number by which logits are divided, or 0 for the most likely token.
-        top_k: The number of most likely tokens to keep, or None for all.
-        top_p: The minimum sum of the probabilities of the kept tokens. 1 keeps all tokens.
-        min_p: The least probability of a kept token, as a part of that of the most likely token.
-        repetition_penalty: The penalty of tokens that the text already has, above 0. 1 has no
-            effect.
+        temperature: The divisor of the logits. 0 always selects the most likely token.
+        top_k: Keep this number of the most likely tokens. None keeps all tokens.
+        top_p: Keep the most likely tokens until their probabilities add up to at least this value.
+            1 keeps all tokens.
+        min_p: Keep a token only if its probability divided by the largest probability is at least
+            this value.
+        repetition_penalty: The penalty for tokens that already occur in the text, above 0; 1 has no
+            effect. Positive logits are divided by it, and negative ones multiplied.
     """
 
     temperature: float = 1.0
@@ -50,7 +50,9 @@ class Sampling:
 def probabilities(logits_BV: Tensor, how: Sampling) -> Tensor:
     """Return the probability with which each token is chosen, float64 [batch, vocabulary].
 
-    The temperature must be above 0.
+    Args:
+        logits_BV: The logits, [batch, vocabulary].
+        how: The settings for sampling. The temperature must be above 0.
     """
     scaled_BV = (logits_BV - logits_BV.amax(-1, keepdim=True)).double() / how.temperature
     unlikely_BV = scaled_BV.exp() < how.min_p
@@ -69,9 +71,10 @@ def probabilities(logits_BV: Tensor, how: Sampling) -> Tensor:
 
 
 def penalised(logits_BV: Tensor, texts: Sequence[Sequence[int]], penalty: float) -> Tensor:
-    """Return the logits after the repetition penalty.
+    """Return the logits after the repetition penalty, [batch, vocabulary].
 
     Args:
+        logits_BV: The logits, [batch, vocabulary].
         texts: The token ids of each text so far.
     """
     result_BV = logits_BV.clone()
@@ -91,13 +94,15 @@ def sample(
     """Choose the next token of each text, and return its id, int64 [batch], on the CPU.
 
     Args:
-        generators: One CPU random generator for each text, so that the draws for one text do not
-            depend on the other texts of the batch.
-        texts: The token ids of each text so far, which the repetition penalty reads.
+        logits_BV: The logits, [batch, vocabulary].
+        generators: One CPU random generator for each text.
+        texts: The token ids of each text so far, for the repetition penalty.
 
     Raises:
         DivergedError: A logit is infinite or not a number.
     """
+    # With one generator for each text, the draws for one text do not depend on the other texts of
+    # the batch.
     logits_BV = logits_BV.to("cpu", torch.float64)
     if not logits_BV.amax(-1).isfinite().all():
         raise DivergedError("the model's logits are not finite; -o precision=fp32 may help")

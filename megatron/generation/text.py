@@ -1,7 +1,5 @@
 """Turn the tokens of a continuation into text while they arrive."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 
 from megatron.data.tokenizers.base import Tokenizer
@@ -15,18 +13,18 @@ UNFINISHED = "\ufffd"
 class Continuation:
     """The text that follows a prompt, decoded token by token.
 
-    The end of the text is held back while it is an incomplete character, or while it may be the
-    beginning of a stop sequence.
-
     Args:
         prompt: The token ids of the prompt.
         stops: The stop sequences. The text ends before the first one that occurs in it.
-        emit: A function that gets each new piece of text that is no longer held back.
+        emit: A function that is called with each new piece of text.
 
     Attributes:
         tokens: The number of tokens added so far.
         end: The reason why the text has ended ("document", "stop" or "length"); "" if it has not.
     """
+
+    # The end of the text is held back while it is an incomplete character, or while it may be the
+    # beginning of a stop sequence. `emit` gets it when it is no longer held back.
 
     def __init__(
         self,
@@ -45,7 +43,8 @@ class Continuation:
 
     @property
     def text(self) -> str:
-        """The text so far, without the end that is held back because it may change."""
+        """The text so far."""
+        # The last part that is held back is left out.
         return "".join(self._pieces)
 
     def add(self, token: int) -> None:
@@ -72,9 +71,12 @@ class Continuation:
         self._pass_on(new)
 
     def finish(self, end: str) -> None:
-        """End the text for the reason `end`, and emit the text that was held back.
+        """End the text, and emit the text that was held back.
 
         If the text has already ended, do nothing.
+
+        Args:
+            end: The reason.
         """
         if self.end:
             return

@@ -5,33 +5,31 @@ would import the command itself. In the root of the checkout, `import evaluate` 
 `evaluate.py` instead of the package `evaluate`, from which the harness takes metrics.
 """
 
-from __future__ import annotations
-
 import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from importlib.machinery import ModuleSpec
+from importlib.machinery import ModuleSpec, PathFinder
 from importlib.util import find_spec
 from pathlib import Path
 
 from megatron.data.errors import DataError
+from megatron.shipped import ROOT
 
 NAMES = ("lm_eval", "evaluate")
-_ROOT = Path(__file__).resolve().parents[2]
-_OWN = (_ROOT, _ROOT / "tools")
+_OWN = (ROOT, ROOT / "tools")
 
 
 class _Elsewhere:
-    """An import finder that finds lm_eval and evaluate, but not our commands of the same names."""
+    """An import finder that finds the installed packages lm_eval and evaluate."""
+
+    # It ignores the folder of our commands, which have the same names.
 
     def find_spec(self, name: str, path: object = None, target: object = None) -> ModuleSpec | None:
         if name not in NAMES:
             return None
         folders = [each for each in sys.path if Path(each).resolve() not in _OWN]
-        others = (finder for finder in sys.meta_path if finder is not self)
-        found = (finder.find_spec(name, folders) for finder in others)
-        spec = next((each for each in found if each), None)
+        spec = PathFinder.find_spec(name, folders)
         if spec is None:
             raise ModuleNotFoundError(f"No module named {name!r}", name=name)
         return spec
@@ -39,7 +37,7 @@ class _Elsewhere:
 
 @contextmanager
 def harness_packages() -> Iterator[None]:
-    """In the `with` block, `import lm_eval` and `import evaluate` mean the installed packages.
+    """Let `import lm_eval` and `import evaluate` find the installed packages in the `with` block.
 
     Raises:
         DataError: The package lm_eval is not installed.
@@ -62,6 +60,6 @@ def harness_packages() -> Iterator[None]:
 
 
 def _is_own(name: str) -> bool:
-    """Return whether the imported module `name` is one of our commands."""
+    """Return whether the imported module `name` is one of this project's commands."""
     file = getattr(sys.modules.get(name), "__file__", None)
     return file is not None and Path(file).resolve().parent in _OWN

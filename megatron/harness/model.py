@@ -11,8 +11,6 @@ vocabulary.
 Legend: B texts, T positions, V vocabulary.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -40,11 +38,12 @@ _GENERATION = {"until", "max_gen_toks", "do_sample", "temperature", "top_k", "to
 
 
 class RunModel(TemplateLM):
-    """A model that answers the harness's requests. All ranks must get the same requests.
+    """A model that lm-evaluation-harness can score. All ranks must get the same requests.
 
     Args:
         tp: The tensor-parallel group. It contains all ranks of the job.
-        max_length: The most tokens that the model reads. The start of a longer context is cut off.
+        max_length: The maximum number of tokens in the input. The start of a longer context is cut
+            off.
         batch_size: The number of texts in a forward pass.
         info: Facts about the model that are stored with the results.
     """
@@ -73,11 +72,9 @@ class RunModel(TemplateLM):
 
     @property
     def prefix_token_id(self) -> int:
-        """The id of the token that comes before a text without context.
-
-        This is the token that begins a document, such as BOS. If there is none, it is the
-        end-of-document token.
-        """
+        """The id of the token that comes before a text without context."""
+        # This is the token that begins a document, such as BOS. If there is none, it is the
+        # end-of-document token.
         return ([self.eot_token_id, *self._tokenizer.begin])[-1]
 
     def get_model_info(self) -> dict[str, Any]:
@@ -99,11 +96,12 @@ class RunModel(TemplateLM):
     def loglikelihood_rolling(
         self, requests: list[Instance], disable_tqdm: bool = False
     ) -> list[float]:
-        """Return the log-likelihood of each text. The token `prefix_token_id` comes before a text.
+        """Return the log-likelihood of each text.
 
-        A text of more than `max_length` tokens is cut into windows of `max_length` tokens. Only the
-        last window overlaps the previous one.
+        A text of more than `self.max_length` tokens is cut into windows of this length.
         """
+        # The token `prefix_token_id` comes before a text. Only the last window overlaps the
+        # previous one.
         owners, pairs = [], []
         for number, request in enumerate(requests):
             ids = self.tok_encode(request.args[0], add_special_tokens=False)
@@ -128,16 +126,17 @@ class RunModel(TemplateLM):
     ) -> list[tuple[float, bool]]:
         """Return (log-likelihood, is greedy) for each pair of token ids (context, target).
 
-        The second result says whether each token of the target is the most likely one.
+        "Is greedy" is true if every token of the target is the most likely token at its position.
 
         Args:
-            greedy: Whether to compute the second result. If false, that result means nothing, and
-                less memory is needed.
+            greedy: Whether to compute "is greedy".
 
         Raises:
-            DataError: A target is longer than `max_length`.
+            DataError: A target is too long for the model.
             DivergedError: A log-likelihood is infinite or not a number.
         """
+        # If `greedy` is false, "is greedy" has no meaning, and less memory is needed. A target may
+        # have `max_length` tokens.
         longest = max((len(target) for _, target in pairs), default=0)
         if longest > self._max_length:
             raise DataError(
@@ -213,10 +212,8 @@ class RunModel(TemplateLM):
         return answers
 
     def _prompt(self, text: str) -> list[int]:
-        """Return the token ids of `text`, or the end-of-document token if there are none.
-
-        If tokens attend only to their own document, the ids of earlier documents are left out.
-        """
+        """Return the token ids of `text`, or the end-of-document token if there are none."""
+        # If tokens attend only to their own document, the ids of earlier documents are left out.
         ids, end = self.tok_encode(text), self.eot_token_id
         if self._model.documents is not None and end in ids:  # no token sees older documents
             ids = ids[len(ids) - ids[::-1].index(end) :]
@@ -234,14 +231,15 @@ class RunModel(TemplateLM):
 
 
 def sampling_of(options: dict[str, Any]) -> Sampling:
-    """Convert the generation options of a task to our settings for choosing tokens.
+    """Convert the generation options of a task to this project's settings for choosing tokens.
 
     Args:
-        options: The task's `generation_kwargs`, after the harness's `normalize_gen_kwargs`.
+        options: The task's `generation_kwargs`.
 
     Raises:
         DataError: An option does not exist here.
     """
+    # The harness's `normalize_gen_kwargs` has normalised them.
     if unknown := sorted(options.keys() - _GENERATION):
         raise DataError(
             f"generation_kwargs: {', '.join(unknown)} cannot be used here; write only "
@@ -252,11 +250,9 @@ def sampling_of(options: dict[str, Any]) -> Sampling:
 
 
 def longest_context(model: GPT, config: Config) -> int:
-    """Return the most tokens that the model should read at a time.
-
-    For rotary embeddings and position vectors, this is `max_position_embeddings`, as in GPT-NeoX.
-    Positional embeddings that are made for longer texts have no limit.
-    """
+    """Return the maximum number of tokens in the model's input."""
+    # For rotary embeddings and position vectors, the result is `max_position_embeddings`, as in
+    # GPT-NeoX. Positional embeddings that extrapolate to longer texts have no limit.
     table = model.embedding.position_embeddings
     if table is not None:
         return table.num_embeddings - model.embedding.offset

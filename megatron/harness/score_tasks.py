@@ -1,7 +1,5 @@
 """Score a run's newest checkpoint on tasks of lm-evaluation-harness."""
 
-from __future__ import annotations
-
 import json
 import sys
 from collections.abc import Callable
@@ -28,17 +26,19 @@ class ScoringOptions:
     Attributes:
         tasks: Names of tasks, groups or tags, patterns such as `lambada*`, or paths of YAML files.
         include_path: A folder with the YAML files of more tasks, or None.
-        num_fewshot: The number of examples before each question. None leaves it to the task.
-        limit: The number of questions to score per task. A number below 1 is a fraction of the
-            task's questions. None scores all questions.
+        num_fewshot: The number of examples before each question. None means the task's own number.
+        limit: The number of questions to score per task, or below 1 the fraction of them. None
+            scores all questions.
         batch_size: The number of texts in a forward pass.
-        max_length: The maximum number of tokens that the model reads. None takes the result of
-            `longest_context`.
+        max_length: The maximum number of tokens in the model's input. None means the model's own
+            maximum.
         seed: The seed of the few-shot examples and of generated texts.
         unsafe_code: Whether tasks may run the code that the model writes.
         gen_kwargs: Generation options `name=value,...` that replace those of the tasks, or None.
         log_samples: Whether to write each question and the model's answer.
     """
+
+    # The model's own maximum is the result of `longest_context`.
 
     tasks: tuple[str, ...]
     include_path: Path | None = None
@@ -61,19 +61,22 @@ def score(
 ) -> None:
     """Score the newest checkpoint in the run folder `load`, and show the harness's tables.
 
-    Call this function inside `harness_packages`, in a single process or in every process of a
-    torchrun job. All processes of the job share the model by tensor parallelism.
+    Every process of the job must call this function. The processes share the model by tensor
+    parallelism.
 
     Args:
         config: The configuration. Its degree of tensor parallelism must be the number of processes.
-        write: The JSON file for the results, or None. With `log_samples`, a second file, whose name
-            ends in `.samples.json`, gets the questions and answers of each task.
+        load: The run folder.
+        options: The tasks and the settings for scoring.
+        write: The JSON file for the results, or None.
         show: A function that prints a table. Only rank 0 calls it.
 
     Raises:
         CheckpointError: `load` holds no checkpoint, or the checkpoint does not fit the config.
         DataError: A task does not exist or cannot be loaded.
     """
+    # Must be called inside `harness_packages`. If `log_samples` is true, the questions and answers
+    # of each task are written to a second file, whose name ends in `.samples.json`.
     with job_or_alone(config) as groups:
         groups = groups.divided(model_size=groups.world_size)
         manager, tasks = find_tasks(options)

@@ -34,7 +34,7 @@ def positional_of(config: KerpleConfig) -> PositionalEmbedding:
 
 
 class KerplePreTrainedModel(PreTrainedModel):
-    """What the models with different heads have in common."""
+    """The base class of the model without a head and of the models with a head."""
 
     config_class = KerpleConfig
     base_model_prefix = "model"
@@ -60,15 +60,13 @@ class KerplePreTrainedModel(PreTrainedModel):
 
 
 class KerpleModel(KerplePreTrainedModel):
-    """The model without a head.
-
-    `position_bias.theta` holds theta. `Trainer` decays no weight whose name contains `bias`.
-    """
+    """The transformer without an output layer."""
 
     def __init__(self, config: KerpleConfig):
         super().__init__(config)
         pos = positional_of(config)
         self.embedding = Embedding(config, pos)
+        # The name contains `bias`, so that `Trainer` applies no weight decay to theta.
         self.position_bias = Theta(pos, config.num_attention_heads) if pos.parameters else None
         parts = [pos.of_layer(index) for index in range(config.num_hidden_layers)]
         self.layers = nn.ModuleList(Block(config, i, *part) for i, part in enumerate(parts))
@@ -93,24 +91,27 @@ class KerpleModel(KerplePreTrainedModel):
         max_length_k: int | None = None,
         seq_idx: Tensor | None = None,
     ) -> BaseModelOutputWithPast:
-        """Return the hidden states of the new tokens after the final norm.
+        """Return the hidden states [B, T, D] of the new tokens, after the final norm.
+
+        There are B texts with T new tokens and S tokens in total, D features and H heads.
 
         Args:
-            input_ids: The new tokens, int64 [B, T].
+            input_ids: The ids of the new tokens, int64 [B, T].
             attention_mask: 0 where a token is padding, otherwise 1, [B, S]. None means no padding.
             position_ids: The position of each new token, [B or 1, T]. A 0 begins a new document.
-            past_key_values: The cache with the tokens before the new ones.
+            past_key_values: The cache with the keys and values of the earlier tokens.
             inputs_embeds: The vectors of the new tokens, [B, T, D], in place of `input_ids`.
-            use_cache: Whether to return a cache. None takes the config's value.
+            use_cache: Whether to return a cache. None means the config's value.
             output_attentions: Whether to return each layer's attention probabilities [B, H, T, S].
-            output_hidden_states: Whether to return the states before each layer, and the last.
-            cu_seq_lens_q, cu_seq_lens_k: The columns at which the documents of a single row begin,
-                and then the number of its tokens.
-            max_length_q, max_length_k: The longest document's length, which nothing here needs.
-            seq_idx: A number for each token. Neighbours of one document have equal numbers, [B, T].
+            output_hidden_states: Whether to return the input of each layer and the final states.
+            cu_seq_lens_q, cu_seq_lens_k: For one row of packed documents, the index at which each
+                begins. The last entry is the number of tokens.
+            max_length_q, max_length_k: Accepted for compatibility and ignored.
+            seq_idx: For packed documents, a number for each token, [B, T]. Adjacent tokens with the
+                same number belong to the same document.
 
         Raises:
-            ValueError: Arguments contradict each other, or have values that the model cannot serve.
+            ValueError: Arguments contradict each other, or have values that are not supported.
         """
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("give either input_ids or inputs_embeds")
@@ -145,7 +146,7 @@ class KerpleModel(KerplePreTrainedModel):
     def _states(
         self, x_BTD: Tensor, at: Columns, cache: Cache | None, output_attentions: bool | None
     ) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...] | None]:
-        """Return the states before each layer and after the final norm, and probabilities."""
+        """Return all hidden states, and the attention probabilities or None."""
         attentions = _or(output_attentions, self.config.output_attentions)
         name = self.config.attention
         if attentions and name != "eager":

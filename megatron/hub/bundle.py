@@ -29,7 +29,7 @@ def bundle(terms: Iterable[str]) -> str:
     """Return the source of one Python file that defines the model and its positional embeddings.
 
     Args:
-        terms: The names of single positional embeddings, not of combinations.
+        terms: The names of the positional embeddings.
     """
     terms = sorted(set(terms))
     modules = {name: f"{positional.__name__}.{name}" for name in terms}
@@ -45,10 +45,7 @@ def bundle(terms: Iterable[str]) -> str:
 
 
 def _add(module: str, order: list[str]) -> None:
-    """Append to `order` the modules of this project that `module` imports, and then `module`.
-
-    The package `megatron.positional` itself is never appended.
-    """
+    """Append a module to a list, after the modules of this project that it imports."""
     if module in (positional.__name__, *order):  # `_LOAD` replaces that package's functions
         return
     for node in ast.walk(ast.parse(_text(module))):

@@ -42,22 +42,19 @@ _NO_BIASES = {"use_bias_in_attn_linear": False, "use_bias_in_mlp": False}
 class HubClass:
     """The description of a model class of the library `transformers`.
 
+    "Ours" means this project. "Entries" are those of the model's config.json.
+
     Attributes:
-        name: The name of the class, as in the entry `architectures` of config.json.
-        model_type: The value of `model_type` in config.json.
-        layers: The prefix of the names of the layers in transformers.
-        activations: Maps values of `hidden_act` to values of our `activation`.
-        keys: The config keys of ours that have the same value in every model of the class.
-        entries: Maps config keys of ours to the entries of config.json that have their values.
-        modules: Maps names of our modules to the names of their equivalents in transformers, with
-            spaces between several. A module that has the same name in transformers is left out.
-        defaults: The values of entries that a config.json may leave out. A class whose heads may
-            rotate in part has `partial_rotary_factor` or `rotary_dim`, and one whose heads may have
-            any size has `head_dim`.
-        only: Maps entries of config.json to the only value that can be imported, or to the name of
-            the entry that has this value.
-        transposed: Whether the matrices of the layers are stored transposed, and those of queries,
-            keys and values as one, one after the other.
+        name: The name of the class.
+        model_type: The value of the entry `model_type`.
+        layers: The prefix of the names of the layers.
+        activations: Our `activation` for each value of the entry `hidden_act`.
+        keys: Our config keys that have the same value in every model of the class.
+        entries: The entry for each of our other config keys.
+        modules: The names of modules in transformers for each of ours that differs.
+        defaults: The values of entries that a config.json may leave out.
+        only: The only supported value of some entries, or the name of the entry that has it.
+        transposed: Whether the layers' matrices are stored transposed, as in GPT-2.
     """
 
     name: str
@@ -66,7 +63,10 @@ class HubClass:
     activations: dict[str, str]
     keys: dict[str, Any]
     entries: dict[str, str]
+    # If several modules correspond to one of ours, their names are separated by spaces.
     modules: dict[str, str]
+    # `partial_rotary_factor` or `rotary_dim` is there if the class supports partly rotated heads,
+    # and `head_dim` if it supports heads of any size.
     defaults: dict[str, Any]
     only: Mapping[str, Any] = field(default_factory=dict)
     transposed: bool = False
@@ -229,28 +229,17 @@ OPT = HubClass(
 )
 # fmt: on
 CLASSES = (NEOX, LLAMA, MISTRAL, QWEN2, QWEN3, OLMO2, STABLELM, PHI, GPTJ, _GPT, OPT)
-_REFUSED: dict[str, str] = dict.fromkeys(
-    ("gemma", "gemma2", "gemma3", "gemma3_text"),
-    "its norms multiply by 1 + weight and its embeddings are scaled, which no key of ours says",
-)
-"""Maps values of `model_type` to what prevents the import of this family."""
 
 
 def class_of(found: Mapping[str, Any]) -> HubClass:
-    """Return the class that a config.json with the content `found` names.
+    """Return the class that the content of a config.json names.
 
     Raises:
-        HubError: The config.json names a class that is not in `CLASSES`.
+        HubError: This project does not support the class.
     """
-    by_type = {each.model_type: each for each in CLASSES}
-    named, type_name = (
-        found.get("architectures") or found.get("model_type"),
-        found.get("model_type"),
-    )
-    if why := _REFUSED.get(str(type_name)):
-        raise HubError(f"its class is {named!r}: {why}")
-    kind = by_type.get(str(type_name))
-    if kind is None or found.get("architectures") not in (None, [], [kind.name]):
-        known = ", ".join(each.name for each in CLASSES)
+    classes, model_type = found.get("architectures"), found.get("model_type")
+    kind = next((each for each in CLASSES if each.model_type == model_type), None)
+    if kind is None or classes not in (None, [], [kind.name]):
+        named, known = classes or model_type, ", ".join(each.name for each in CLASSES)
         raise HubError(f"its class is {named!r}; only {known} can be imported")
     return kind

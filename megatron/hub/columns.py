@@ -28,28 +28,31 @@ _WRONG = {
 
 @dataclass
 class Columns:
-    """Properties of the new tokens, which all layers need.
+    """Where new tokens are in texts that may be padded or packed.
+
+    A column is an index into all tokens of a text, including padding. A position is counted within
+    a document.
 
     Attributes:
-        offset: The column of the first new token, which is the number of cached tokens. None in a
-            compiled graph with a static cache, where only the device knows it.
+        offset: The column of the first new token. None if only the device has this number.
         columns_T: The column of each new token.
         positions_BT: The position of each new token.
-        first_BT: The first column that each new token may see. A padding token sees itself alone.
-            None if all tokens may see column 0.
-        ended_BT: Whether each new token ends a document; None if the model separates no documents.
-        vectors: See `PaddedCall`.
+        first_BT: The first column that each new token may see. None if all tokens may see column 0.
+        ended_BT: Whether each new token ends a document. None if attention may cross documents.
+        vectors: Bias vectors that layers share.
     """
 
+    # None in a compiled graph with a static cache.
     offset: int | None
     columns_T: Tensor
     positions_BT: Tensor
+    # A padding token sees only itself.
     first_BT: Tensor | None = None
     ended_BT: Tensor | None = None
     vectors: dict = field(default_factory=dict)
 
     def to(self, device: Any, **_: Any) -> Columns:
-        """Return a copy on `device`: accelerate moves a layer's arguments by this method."""
+        """Return a copy on `device`. The library accelerate calls this method."""
         tensors = {name: x.to(device) for name, x in vars(self).items() if isinstance(x, Tensor)}
         return replace(self, **tensors)
 
@@ -57,19 +60,16 @@ class Columns:
 def columns_of(
     x_BTD: Tensor, mask_BS: Tensor | None, position_ids: Tensor | None, cache: Cache | None
 ) -> Columns:
-    """Return the columns of new tokens.
-
-    A compiled graph does not check the values of the mask and of the positions, because that would
-    wait for the device.
+    """Return where the new tokens are, and their positions.
 
     Args:
         x_BTD: The vectors of the new tokens.
         mask_BS: The attention mask: 0 where a token is padding, otherwise 1.
-        position_ids: The position of each new token, [B or 1, T].
+        position_ids: The position of each new token, [batch or 1, new tokens].
         cache: The cache with the tokens before the new ones.
 
     Raises:
-        ValueError: The model does not serve the mask or the positions.
+        ValueError: The model does not support the mask or the positions.
     """
     shape, device, graph = x_BTD.shape[:2], x_BTD.device, torch.compiler.is_compiling()
     cached: Any = cache.get_seq_length() if cache is not None else 0
@@ -91,6 +91,7 @@ def columns_of(
         first_BT = first_BT.maximum(columns_T - at.positions_BT)
     if seen_BT is not None:
         first_BT = torch.where(seen_BT, first_BT, columns_T)
+    # In a compiled graph, the check would wait for the device.
     if not graph:
         _refuse(mask_BS, seen_BS, seen_BT, None if position_ids is None else at.positions_BT)
     at.first_BT = first_BT if graph or first_BT.any() else None
@@ -98,10 +99,10 @@ def columns_of(
 
 
 def _seen(mask_BS: Tensor, shape: Any, offset: int | None, cache: Cache | None) -> Tensor:
-    """Return whether each token is no padding, bool [B, S], for cached tokens and new ones.
+    """Return whether each token is not padding, bool [batch, tokens].
 
     Raises:
-        ValueError: The mask has another shape.
+        ValueError: The mask has a wrong shape.
     """
     static = cache is not None and cache.is_compileable
     total = mask_BS.shape[-1] if offset is None else offset + shape[1]
@@ -115,7 +116,7 @@ def _seen(mask_BS: Tensor, shape: Any, offset: int | None, cache: Cache | None) 
 def _refuse(
     mask_BS: Tensor | None, seen_BS: Tensor | None, seen_BT: Tensor | None, ids_BT: Tensor | None
 ) -> None:
-    """Raise `ValueError` for a mask or for positions that the model does not serve."""
+    """Raise `ValueError` if the model does not support the mask or the positions."""
     wrong = {}
     if mask_BS is not None and seen_BS is not None:
         padded = seen_BS[:, 1:] & ~seen_BS[:, :-1] & (seen_BS.cumsum(1) > 0)[:, :-1]
@@ -135,16 +136,17 @@ def _refuse(
 def packed_positions(
     position_ids: Tensor | None, seq_idx: Tensor | None, *cu_seq_lens: Tensor | None
 ) -> Tensor | None:
-    """Return the positions that the arguments for packed documents mean, [B, T].
+    """Return the position of each token in its document, or None if no argument is given.
+
+    Each argument describes the same packed documents in another way.
 
     Args:
-        position_ids: The position of each token, or None.
-        seq_idx: A number for each token. Neighbours of one document have equal numbers.
-        cu_seq_lens: The columns at which the documents of a single row begin, and then the number
-            of its tokens. Several tensors must be equal.
+        position_ids: The position of each token.
+        seq_idx: The number of each token's document.
+        cu_seq_lens: The index at which each document begins, then the number of all tokens.
 
     Raises:
-        ValueError: The arguments mean different documents.
+        ValueError: The arguments describe different documents.
     """
     meant = [] if position_ids is None else [position_ids]
     if seq_idx is not None:
@@ -163,17 +165,18 @@ def packed_positions(
 def separate_documents(
     at: Columns, ended_BT: Tensor, cache: Cache | None, *, restart: bool
 ) -> None:
-    """Let tokens see only the document that special tokens bound.
+    """Limit the attention of each new token to its own document, by changing `at`.
 
     Args:
-        at: The columns of the new tokens, which this function changes.
+        at: Where the new tokens are, and their positions.
         ended_BT: Whether each new token ends a document.
-        cache: The cache. `Attention` stores `ended_BT` as the last number of each key.
+        cache: The cache of earlier tokens.
         restart: Whether positions restart at 0 with each document.
     """
     at.ended_BT = ended_BS = ended_BT
     keys_BKSE: Any = getattr(cache.layers[0], "keys", None) if cache and cache.layers else None
     if keys_BKSE is not None and keys_BKSE.numel():
+        # `Attention` stores `ended_BT` as the last number of each key.
         cached_BS = keys_BKSE[:, 0, :, -1].to(ended_BT.device) > 0
         if at.offset is None:
             ended_BS = cached_BS.index_copy(1, at.columns_T, ended_BT)

@@ -32,7 +32,7 @@ _SIZES += ("make_vocab_size_divisible_by",)
 
 
 def keys_of(found: Mapping[str, Any]) -> dict[str, Any]:
-    """Translate a config.json of one of `CLASSES` to our config keys.
+    """Translate the content of a config.json to our config keys.
 
     Raises:
         HubError: An entry is missing, has a wrong type, or has no equivalent here.
@@ -91,14 +91,7 @@ def _entry(given: Mapping[str, Any], name: str, kind: type) -> Any:
 
 
 def _rotary(given: Mapping[str, Any], kind: HubClass) -> tuple[dict[str, Any], Any, Any]:
-    """Translate the entries of a config.json for rotary embeddings to our config keys.
-
-    Return the values of `rope_scaling`, `rotary_emb_base` and `rotary_pct`.
-
-    Args:
-        given: The content of config.json.
-        kind: The class that config.json names.
-    """
+    """Translate the entries of a config.json for rotary embeddings to our config keys."""
     if "rotary_dim" in kind.defaults:
         size, turning = given["n_embd"] // given["n_head"], _entry(given, "rotary_dim", int)
         return {}, 10000.0, turning / size  # GPT-J has no entry for the base
@@ -129,12 +122,10 @@ def _rotary(given: Mapping[str, Any], kind: HubClass) -> tuple[dict[str, Any], A
 
 
 def _yarn(scaling: dict[str, Any]) -> None:
-    """Replace in `scaling` the entries of YaRN that do not exist in our `rope_scaling`.
-
-    `mscale` and `mscale_all_dim` become one `attention_factor`. `truncate` is removed.
+    """Replace YaRN's entries that this project does not have.
 
     Raises:
-        HubError: `truncate` is false, or one of the numbers is out of range.
+        HubError: An entry has a value that is not supported.
     """
     if scaling.pop("truncate", True) is not True:
         raise HubError("rope_parameters: truncate: false has no equivalent here")
@@ -149,15 +140,15 @@ def _yarn(scaling: dict[str, Any]) -> None:
 
 
 def misfits(config: Config) -> list[str]:
-    """Return why no class in `CLASSES` can compute the config's model; [] if some class can.
+    """Return the properties of a model that no class of transformers supports.
 
-    The result has the names of the properties in which the nearest class differs.
+    If a class supports all of them, the result is [].
     """
     return min((_differences(config, kind) for kind in CLASSES), key=len)
 
 
 def _differences(config: Config, kind: HubClass) -> list[str]:
-    """Return the names of the properties of `config`'s model that class `kind` cannot have."""
+    """Return the names of the properties of a model that a class of transformers cannot have."""
     m = config.model
     if m.activation not in kind.activations.values():
         return [*_computed(config)]
@@ -176,7 +167,7 @@ def _differences(config: Config, kind: HubClass) -> list[str]:
 
 
 def _computed(config: Config) -> dict[str, Any]:
-    """Return the values that determine what the config's model computes, and its dropout."""
+    """Return the settings that determine the outputs of a model, and its dropout."""
     m, shape = config.model, shape_of(config, 1)
     block, [scaling, base] = vars(shape.block).copy(), _rotary_of(m)
     del block["numerics"]
@@ -198,7 +189,7 @@ def _computed(config: Config) -> dict[str, Any]:
 
 
 def _rotary_of(m: ModelConfig) -> tuple[dict[str, Any], float]:
-    """Return the scaling and the base of the angles, as transformers describes them."""
+    """Return `rope_scaling` and the rotary base, as in transformers."""
     scaling, base = dict(m.rope_scaling), m.rotary_emb_base
     if scaling.get("rope_type") == "ntk":
         turning = int(m.head_dim * m.rotary_pct)
@@ -209,16 +200,14 @@ def _rotary_of(m: ModelConfig) -> tuple[dict[str, Any], float]:
 
 
 def hub_config(config: Config) -> tuple[HubClass, dict[str, Any]]:
-    """Return the class of transformers for the config's model, and the content of its config.json.
-
-    Call this function only if `misfits` returns [].
-    """
+    """Return the class of transformers for a model, and the content of its config.json."""
+    # Only if `misfits` returns [].
     kind = next(kind for kind in CLASSES if not _differences(config, kind))
     return kind, _described(config, kind)
 
 
 def _described(config: Config, kind: HubClass) -> dict[str, Any]:
-    """Return the content of a config.json of the class `kind`, without the tokens."""
+    """Return the content of a config.json of a class, without special tokens."""
     m, [scaling, base] = config.model, _rotary_of(config.model)
     act = next(act for act, ours in kind.activations.items() if ours == m.activation)
     if act == "gelu" and m.bias_gelu_fusion and TANH[0] in kind.activations:
@@ -256,10 +245,7 @@ def _described(config: Config, kind: HubClass) -> dict[str, Any]:
 
 
 def own_keys(config: Config) -> dict[str, Any]:
-    """Return the config keys that describe the model, with their values.
-
-    The key `tokenizer_type` is included if the tokenizer needs no file.
-    """
+    """Return the config keys that describe the model, with their values."""
     flat = config.to_flat_dict()
     keys = {key: flat[key] for key in _MODEL_KEYS if key in flat}
     if config.data.tokenizer_type in _FILELESS:
@@ -268,13 +254,10 @@ def own_keys(config: Config) -> dict[str, Any]:
 
 
 def keys_of_export(found: Mapping[str, Any]) -> dict[str, Any]:
-    """Return our config keys of the model, read from the config.json of an export.
-
-    Args:
-        found: The content of config.json.
+    """Return our config keys from the content of an export's config.json.
 
     Raises:
-        HubError: The file has no such keys, because an earlier version of this project wrote it.
+        HubError: An earlier version of this project wrote the file, without such keys.
     """
     given = found.get(OWN_KEYS)
     if not isinstance(given, dict):
@@ -284,7 +267,7 @@ def keys_of_export(found: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def fileless_tokenizer(found: Mapping[str, Any]) -> str | None:
-    """Return the `tokenizer_type` of an export if this tokenizer needs no file, otherwise None.
+    """Return the tokenizer type of an export whose tokenizer needs no file, otherwise None.
 
     Args:
         found: The content of the export's config.json.

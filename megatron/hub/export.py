@@ -58,13 +58,13 @@ _LONGEST = 1024
 
 @dataclass(frozen=True)
 class HubModel:
-    """A model in the form in which transformers stores it.
+    """A model in the storage format of transformers.
 
     Attributes:
         config: The content of config.json.
-        weights: Maps the name of each weight in transformers to the weight.
-        code: The content of the Python file that defines the model's class. It is "" if the class
-            is a part of transformers.
+        weights: The weights by their name in transformers.
+        code: The content of the Python file that defines the model's class. It is "" if
+            transformers has the class.
     """
 
     config: dict[str, Any]
@@ -78,7 +78,9 @@ def export(run: OpenRun, folder: Path, licence: str = "unknown") -> list[str]:
     The written files are then loaded, to check that they give the same logits and token ids.
 
     Args:
-        licence: The hub's name of the model's licence, for the model card.
+        run: The run.
+        folder: The folder.
+        licence: The name of the licence, as on the Hugging Face hub.
 
     Returns:
         Lines to print for the user.
@@ -103,7 +105,7 @@ def export(run: OpenRun, folder: Path, licence: str = "unknown") -> list[str]:
 
 
 def _hub_model(run: OpenRun) -> HubModel:
-    """Return the run's model for a class of transformers, or for our own class if none fits."""
+    """Convert the run's model to a class of transformers, or to our own class if none fits."""
     # The classes of transformers compute rotary angles in fp32.
     if run.dtype is torch.float64 or misfits(run.config):
         return _own_class(run)
@@ -115,7 +117,7 @@ def _hub_model(run: OpenRun) -> HubModel:
 
 
 def _own_class(run: OpenRun) -> HubModel:
-    """Return the model as our class `KerpleForCausalLM`, with the code of this class."""
+    """Convert the run's model to our class `KerpleForCausalLM`, with the code of this class."""
     config, model = run.config, run.model
     if config.model.published_numerics:
         raise HubError(
@@ -137,7 +139,7 @@ def _own_class(run: OpenRun) -> HubModel:
 
 
 def _longest(run: OpenRun) -> int | None:
-    """Return the most tokens that the model reads, or None if its embedding sets no limit."""
+    """Return the maximum length of a text, or None if the positional embedding sets no limit."""
     embedding, pos = run.model.embedding, run.model.pos
     if (table := embedding.position_embeddings) is not None:
         return table.num_embeddings - embedding.offset
@@ -145,7 +147,7 @@ def _longest(run: OpenRun) -> int | None:
 
 
 def _theta(model: GPT) -> Tensor:
-    """Return all parameters of the positional embedding [heads, columns], at least in fp32."""
+    """Return all parameters of the positional embedding [heads, parameters], at least in fp32."""
     no_tokens_BT = torch.zeros(1, 0, dtype=torch.int64)
     with torch.no_grad():
         _, theta_HN = model.embedding(no_tokens_BT)
@@ -212,14 +214,12 @@ def _write(hub: HubModel, run: OpenRun, folder: Path) -> None:
 
 @torch.no_grad()
 def _compare(folder: Path, run: OpenRun, *, remote_code: bool) -> float:
-    """Return the largest difference between the logits of `run` and of the model in `folder`.
-
-    The model in `folder` computes its logits with and without a KV cache. Both models compute in
-    fp32, or in float64 if the weights are float64.
+    """Return the largest difference between the logits of a run and of its export.
 
     Raises:
-        HubError: The difference is above `TOLERANCE`.
+        HubError: The difference is too large.
     """
+    # With and without a KV cache, in fp32, or in float64 if the weights are float64.
     dtype = torch.promote_types(run.dtype, torch.float32)
     theirs = AutoModelForCausalLM.from_pretrained(
         folder, dtype=dtype, trust_remote_code=remote_code, local_files_only=True
@@ -242,10 +242,8 @@ def _compare(folder: Path, run: OpenRun, *, remote_code: bool) -> float:
 
 
 def _prompts(run: OpenRun) -> Tensor:
-    """Return the token ids of two texts of equal length, int64 [2, length].
-
-    The first text consists of words that are difficult to tokenise, the second of random tokens.
-    """
+    """Return the token ids of two texts of equal length, int64 [2, length]."""
+    # Words that are difficult to tokenise, and random tokens.
     length = min(2 * run.config.model.seq_length, _LONGEST)
     embedding = run.model.embedding
     if (table := embedding.position_embeddings) is not None:

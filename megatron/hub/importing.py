@@ -96,11 +96,7 @@ def _precision(described: dict[str, Any]) -> dict[str, str]:
 
 
 def _tokenizer_keys(described: dict[str, Any], folder: Path, target: Path) -> dict[str, str]:
-    """Return the config keys of the tokenizer; {} if `folder` has no file of a tokenizer.
-
-    If `folder` has only a tokenizer.model, its tokenizer.json is written, where there is one with
-    the same ids.
-    """
+    """Return the config keys of the tokenizer, or {} if the folder has no tokenizer."""
     if name := fileless_tokenizer(described):
         return {"tokenizer_type": name}
     made, named, model = (folder / name for name in _TOKENIZER)
@@ -131,7 +127,7 @@ def _write_config(source: Path, folder: Path, target: Path, keys: dict[str, Any]
 
 
 def _tokenizer_in(source: Path, folder: Path, config: Config, rows: int) -> Tokenizer:
-    """Build the tokenizer whose file is in `source`. If the file is not there, take `folder`'s.
+    """Build the tokenizer of an imported model.
 
     Raises:
         HubError: The tokenizer has ids for which the model has no embedding.

@@ -33,10 +33,10 @@ class KerpleConfig(PretrainedConfig):
     """The content of config.json.
 
     Args:
-        norm: `layernorm`, `rmsnorm` (epsilon outside the root), `fused_rmsnorm` (epsilon inside the
-            root) or `scalenorm`.
+        norm: `layernorm`, `rmsnorm`, `fused_rmsnorm` or `scalenorm`. The epsilon of `rmsnorm` is
+            outside the root.
         intermediate_size: The inner width of the MLP.
-        head_size: The size of a head; None means hidden_size / num_attention_heads.
+        head_size: The size of a head. None means hidden_size / num_attention_heads.
         qk_norm_kind: The kind of the norm of queries and keys: `by_head`, `shared` or `joined`.
         output_norms: Whether norms are applied to the outputs of attention and MLP, not to their
             inputs.
@@ -45,15 +45,14 @@ class KerpleConfig(PretrainedConfig):
         output_bias: Whether the output layer has a bias.
         output_gate: Whether attention's output is multiplied by a sigmoid gate of its input.
         pos_emb: The positional embedding of each layer, or one name for all layers.
-        pos_emb_options: Maps names of positional embeddings to their options.
+        pos_emb_options: The options of positional embeddings, by name.
         theta_per_layer: Whether each layer has its own parameters of the positional embedding.
-        distance_scale: The factor on all query-key distances.
-        windows: For each layer, the largest distance of a key that a query sees; None sets no
-            limit.
+        distance_scale: A number that multiplies all query-key distances.
+        windows: The largest distance at which a query sees a key, for each layer. None means any.
         document_end: The id of the token that ends a document, if tokens attend only to their own
             document.
         restart_positions: Whether positions restart at 0 with each document.
-        position_offset: The row of position 0 in a trained position table.
+        position_offset: The index of the learned position vector of position 0.
     """
 
     model_type = "kerple"
@@ -77,22 +76,17 @@ class KerpleConfig(PretrainedConfig):
 
     @property
     def attention(self) -> str:
-        """The name of the attention implementation (see `padded_call`)."""
+        """The name of the attention implementation."""
         return str(getattr(self, "_attn_implementation"))  # noqa: B009
 
 
 def norm_of(config: KerpleConfig, dim: int, heads: int = 1) -> Norm:
-    """Build a normalisation layer of the kind `config.norm` for vectors of size `dim`."""
+    """Build a normalisation layer for vectors of size `dim`."""
     return Norm(config.norm, dim, config.norm_eps, heads)
 
 
 class Theta(nn.Module):
-    """The parameters theta [heads, columns] of the positional embedding, in fp32 at least.
-
-    Training keeps theta within its bounds, after each step of a `torch.optim.Optimizer` that holds
-    theta and, for other optimizers, at the next pass. A column that all heads share follows its
-    first head. Columns that are not trained get no gradient.
-    """
+    """The parameters of the positional embedding [heads, parameters], in at least fp32."""
 
     def __init__(self, pos: PositionalEmbedding, heads: int):
         super().__init__()
@@ -119,8 +113,9 @@ class Theta(nn.Module):
         super()._save_to_state_dict(*arguments)
 
     @torch.no_grad()
+    # Runs after each step of a `torch.optim.Optimizer`, or in the next forward pass.
     def project(self) -> None:
-        """Clamp theta to its bounds in training, unless an engine stores it elsewhere."""
+        """Clamp the parameters to their bounds in training."""
         if self.training and self.theta.dim() == 2 and not self.theta.is_meta:
             self.theta.copy_(within_bounds(self._columns(), self.pos.parameters))
 
@@ -132,7 +127,7 @@ class Theta(nn.Module):
         return torch.stack(columns, dim=1)
 
     def forward(self, dtype: torch.dtype) -> Tensor:
-        """Return theta in `dtype`, or in its own dtype if that is wider."""
+        """Return the parameters in `dtype`, or in their own dtype if that is wider."""
         if torch.is_grad_enabled():
             self.project()
         theta_HN = self._columns()  # a copy, which the next projection leaves as it is
@@ -152,7 +147,7 @@ register_optimizer_step_post_hook(_project_all)
 
 
 class Embedding(nn.Module):
-    """The token embedding, and the position table if the positional embedding is `learned`."""
+    """The token embedding, and the learned position vectors if the model has any."""
 
     def __init__(self, config: KerpleConfig, pos: PositionalEmbedding):
         super().__init__()
@@ -164,7 +159,7 @@ class Embedding(nn.Module):
             self.position_embeddings = nn.Embedding(rows, config.hidden_size)
 
     def forward(self, x_BTD: Tensor, positions_BT: Tensor) -> Tensor:
-        """Add the vectors of the positions to the vectors of the tokens."""
+        """Add position vectors to token vectors."""
         if self.position_embeddings is not None:
             rows = self.position_embeddings.num_embeddings - self.offset
             if not torch.compiler.is_compiling() and int(positions_BT.max()) >= rows:
@@ -177,7 +172,7 @@ class Embedding(nn.Module):
 
 
 class Attention(nn.Module):
-    """Causal self-attention of layer `index`, [B, T, D] to [B, T, D]."""
+    """Causal self-attention of layer `index`. Input and output are [batch, tokens, features]."""
 
     def __init__(self, config: KerpleConfig, index: int, pos: PositionalEmbedding, columns: slice):
         super().__init__()
@@ -206,7 +201,7 @@ class Attention(nn.Module):
     def forward(
         self, x_BTD: Tensor, theta_HN: Tensor, at: Columns, cache: Cache | None, attentions: bool
     ) -> tuple[Tensor, Tensor | None]:
-        """Return the output, and the attention probabilities [B, H, T, S] if `attentions`."""
+        """Return the output, and the attention probabilities if `attentions`."""
         qkv_BTW = self.query_key_value(x_BTD)
         if self.query_norm is not None and self.key_norm is not None:
             norms = (self.query_norm, self.key_norm)
@@ -249,7 +244,7 @@ class Attention(nn.Module):
 
 
 class MLP(nn.Module):
-    """The feed-forward layers of a block, [B, T, D] to [B, T, D]."""
+    """The feed-forward layers of a block. Input and output are [batch, tokens, features]."""
 
     def __init__(self, config: KerpleConfig):
         super().__init__()
@@ -266,7 +261,7 @@ class MLP(nn.Module):
 
 
 class Block(GradientCheckpointingLayer):
-    """One transformer block, [B, T, D] to [B, T, D]."""
+    """One transformer block. Input and output are [batch, tokens, features]."""
 
     def __init__(self, config: KerpleConfig, index: int, pos: PositionalEmbedding, columns: slice):
         super().__init__()

@@ -20,17 +20,20 @@ _SPACE = "\u2581"
 
 
 def write_tokenizer_json(model: Path, *, begins: bool) -> bool:
-    """Write tokenizer.json and, if there is none, tokenizer_config.json beside the file `model`.
+    """Convert a SentencePiece file to a tokenizer.json in the same folder.
 
-    Nothing is written if tokenizer.json would give other ids to difficult texts. The result says
-    whether it was written.
+    Nothing is written if the new tokenizer encodes some difficult text differently.
 
     Args:
+        model: The SentencePiece file.
         begins: Whether a text begins with the token `<s>`.
 
+    Returns:
+        Whether the file was written.
+
     Raises:
-        TokenizerError: The file is damaged or has no token that ends a document, or the library
-            `sentencepiece` is missing.
+        TokenizerError: The file is damaged or has no token that ends a document.
+        TokenizerError: The library `sentencepiece` is missing.
     """
     given = SPMTokenizer(model)
     from sentencepiece import SentencePieceProcessor  # which SPMTokenizer has found

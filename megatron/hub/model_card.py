@@ -26,9 +26,10 @@ def model_card(run: OpenRun, *, own_class: bool, longest: int | None, licence: s
     """Return the text of README.md.
 
     Args:
-        own_class: Whether loading runs the Python file of the export.
-        longest: The most tokens of a text, or None if there is no limit.
-        licence: The hub's name of the licence, such as `apache-2.0`.
+        run: The run whose model is exported.
+        own_class: Whether the export contains a Python file with the model's class.
+        longest: The maximum number of tokens in a text, or None if there is no limit.
+        licence: The name of the licence on the Hugging Face hub, such as `apache-2.0`.
     """
     shape, config = run.model.shape, run.config
     count = sum(weight.numel() for weight in run.model.parameters())
@@ -56,13 +57,13 @@ def model_card(run: OpenRun, *, own_class: bool, longest: int | None, licence: s
 
 
 def _formula(term: Any) -> str:
-    """Return the description at the head of the file that defines the embedding."""
+    """Return the module docstring of a positional embedding."""
     text = inspect.getdoc(inspect.getmodule(type(term))) or term.name
     return text.removeprefix("Define ").strip()
 
 
 def _recipe(config: Config) -> dict[str, Any]:
-    """Return names and values of what the model was trained with."""
+    """Return a dict of the model's training settings, such as data, steps and optimizer."""
     flat = config.to_flat_dict()
     keys: dict[str, Any] = {}
     keys |= {name: flat[name] for name in ("data_path", "train_data_paths") if flat.get(name)}
@@ -73,7 +74,7 @@ def _recipe(config: Config) -> dict[str, Any]:
 
 
 def _results(run: OpenRun) -> list[str]:
-    """Return what `evaluate.py` has measured, if there are files of it."""
+    """Return Markdown texts with the run's results of `evaluate.py`, if there are any."""
     saved: Any = run.saved  # None for a model that was never saved
     if saved is None:
         return []

@@ -11,15 +11,12 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import GenerationMixin
 from transformers.cache_utils import Cache
-from transformers.modeling_outputs import (
-    CausalLMOutputWithPast,
-    SequenceClassifierOutputWithPast,
-)
+from transformers.modeling_layers import GenericForSequenceClassification
+from transformers.modeling_outputs import CausalLMOutputWithPast
 from transformers.utils.generic import can_return_tuple
 
 from megatron.hub.backbone import KerpleModel, KerplePreTrainedModel
@@ -27,7 +24,7 @@ from megatron.hub.layers import KerpleConfig
 
 
 class KerpleForCausalLM(KerplePreTrainedModel, GenerationMixin):
-    """The language model. `model.position_bias.theta` is theta, which training may change."""
+    """The language model: the transformer with an output layer."""
 
     _tied_weights_keys = {"output.weight": "model.embedding.word_embeddings.weight"}
     accepts_loss_kwargs = True  # `Trainer` then passes `num_items_in_batch`
@@ -48,7 +45,7 @@ class KerpleForCausalLM(KerplePreTrainedModel, GenerationMixin):
     def create_masks_for_generate(
         attention_mask: Tensor | None, past_key_values: Cache, **others: Any
     ) -> Tensor | None:
-        """Return the mask in a static cache's length, so that one graph serves each new token."""
+        """Pad the mask to the length of a static cache, so that all steps use the same graph."""
         if attention_mask is None:
             return None
         length: Any = getattr(past_key_values.layers[0], "max_cache_len")  # noqa: B009
@@ -71,22 +68,16 @@ class KerpleForCausalLM(KerplePreTrainedModel, GenerationMixin):
         inputs_embeds: Tensor | None = None,
         labels: Tensor | None = None,
         use_cache: bool | None = None,
-        output_attentions: bool | None = None,
-        output_hidden_states: bool | None = None,
         logits_to_keep: int | Tensor = 0,
         num_items_in_batch: int | Tensor | None = None,
-        cu_seq_lens_q: Tensor | None = None,
-        cu_seq_lens_k: Tensor | None = None,
-        max_length_q: int | None = None,
-        max_length_k: int | None = None,
-        seq_idx: Tensor | None = None,
+        **others: Any,
     ) -> CausalLMOutputWithPast:
-        """Return the logits of the new tokens, and their loss if there are labels.
+        """Return the logits of the new tokens, and the loss if `labels` are given.
 
-        `KerpleModel.forward` describes the other arguments.
+        `KerpleModel.forward` describes the other arguments, and gets all of `others`.
 
         Args:
-            labels: The new tokens, or -100 for tokens without a loss, [B, T].
+            labels: The ids of the new tokens, or -100 for tokens without a loss, [batch, tokens].
             logits_to_keep: The number of last tokens whose logits are returned, or the indices of
                 the tokens. 0 means all tokens.
             num_items_in_batch: The number by which the sum of losses is divided. None means the
@@ -94,8 +85,7 @@ class KerpleForCausalLM(KerplePreTrainedModel, GenerationMixin):
         """
         outputs = self.model(
             input_ids, attention_mask, position_ids, past_key_values, inputs_embeds, use_cache,
-            output_attentions, output_hidden_states, cu_seq_lens_q, cu_seq_lens_k,
-            max_length_q, max_length_k, seq_idx, return_dict=True,
+            return_dict=True, **others,
         )  # fmt: skip
         kept = logits_to_keep
         kept = slice(-kept, None) if isinstance(kept, int) else kept
@@ -113,55 +103,11 @@ class KerpleForCausalLM(KerplePreTrainedModel, GenerationMixin):
         )
 
 
-class KerpleForSequenceClassification(KerplePreTrainedModel):
-    """The model with a linear layer on the last token that is not padding."""
+class KerpleForSequenceClassification(GenericForSequenceClassification, KerplePreTrainedModel):
+    """The model with a linear layer on the last token that is not the padding token."""
 
     def __init__(self, config: KerpleConfig):
-        super().__init__(config)
+        KerplePreTrainedModel.__init__(self, config)  # the other class asks AutoModel
         self.model = KerpleModel(config)
         self.score = nn.Linear(config.hidden_size, config.num_labels or 2, bias=False)
         self.post_init()
-
-    @can_return_tuple
-    def forward(
-        self,
-        input_ids: Tensor | None = None,
-        attention_mask: Tensor | None = None,
-        position_ids: Tensor | None = None,
-        past_key_values: Cache | None = None,
-        inputs_embeds: Tensor | None = None,
-        labels: Tensor | None = None,
-        use_cache: bool | None = None,
-        output_attentions: bool | None = None,
-        output_hidden_states: bool | None = None,
-    ) -> SequenceClassifierOutputWithPast:
-        """Return the scores of the classes [B, classes], and their loss if there are labels.
-
-        `KerpleModel.forward` describes the other arguments.
-
-        Args:
-            attention_mask: See `KerpleModel.forward`. None means that the last token counts.
-            labels: The class of each text, [B].
-        """
-        outputs = self.model(
-            input_ids, attention_mask, position_ids, past_key_values, inputs_embeds, use_cache,
-            output_attentions, output_hidden_states, return_dict=True,
-        )  # fmt: skip
-        states_BTD = outputs.last_hidden_state
-        last_B: Any = states_BTD.shape[1] - 1
-        if attention_mask is not None:
-            seen_BT = attention_mask[:, -states_BTD.shape[1] :].bool()
-            last_B = last_B - seen_BT.flip(1).int().argmax(1)
-        row_B = torch.arange(len(states_BTD), device=states_BTD.device)
-        logits = self.score(states_BTD[row_B, last_B])
-        loss = None
-        if labels is not None:
-            given = {"logits": logits, "pooled_logits": logits, "config": self.config}
-            loss = self.loss_function(labels=labels, **given)
-        return SequenceClassifierOutputWithPast(
-            loss=loss,
-            logits=logits,
-            past_key_values=outputs.past_key_values,
-            hidden_states=outputs.hidden_states,
-            attentions=outputs.attentions,
-        )

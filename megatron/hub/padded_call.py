@@ -38,14 +38,15 @@ class PaddedCall(Call):
     """The arguments of attention for texts that may be padded or packed.
 
     Attributes:
-        columns_T: The column of each query, which is the index of its own key.
-        first_BT: The first column that each query may see because of padding and documents. None
-            if there are neither.
-        vectors: The bias vectors that layers share in a pass without gradients.
+        columns_T: For each query, the index of its own key.
+        first_BT: For each query, the index of the first key that it may see. None if it is always
+            0.
+        vectors: Bias vectors that layers share.
     """
 
     columns_T: Tensor = field(kw_only=True)
     first_BT: Tensor | None = field(kw_only=True)
+    # In a pass without gradients.
     vectors: dict[Any, DistanceVector | None] = field(kw_only=True)
 
     @property
@@ -63,7 +64,7 @@ class PaddedCall(Call):
         return self.first_BT
 
     def positions(self) -> Tensor:
-        """Return the position of each query in its document, [B, T]. Padding does not count."""
+        """Return the position of each query in its document, not counting padding."""
         positions_BT = self.absolute_positions()
         if self.first_BT is None:
             return positions_BT
@@ -71,11 +72,13 @@ class PaddedCall(Call):
 
 
 def attend_as(name: str, module: nn.Module, call: PaddedCall, offset: int | None) -> Tensor:
-    """Return the attention output [B, H, T, E], computed by the implementation `name`.
+    """Return the attention output [batch, heads, queries, head size].
 
     Args:
+        name: The name of the implementation, as in transformers.
         module: The attention layer.
-        offset: The column of the first query. None if only the device knows it.
+        call: The arguments of attention.
+        offset: The index of the first query's own key. None if only the device has this number.
 
     Raises:
         ValueError: The implementation would leave out the positional embedding.
@@ -90,8 +93,9 @@ def attend_as(name: str, module: nn.Module, call: PaddedCall, offset: int | None
 
 
 def probabilities(call: PaddedCall) -> Tensor:
-    """Return the attention probabilities [B, H, T, S], as the output for one-hot values."""
+    """Return the attention probabilities [batch, heads, queries, keys]."""
     shape = (*call.k_BKSE.shape[:2], call.end, call.end)
+    # The output of attention to values that are one-hot vectors.
     v_BKSS = torch.eye(call.end, device=call.q_BHTE.device).expand(shape)
     with torch.autocast(call.q_BHTE.device.type, enabled=False):
         return eager(lowered(replace(call, v_BKSE=v_BKSS), grouped=False))
@@ -119,14 +123,9 @@ def _sdpa(module: nn.Module, call: PaddedCall) -> Tensor:
 
 
 def _in_blocks(module: Any, call: PaddedCall, simple: Call, plain: bool) -> Tensor:
-    """Compute attention block by block: by torch if possible, otherwise by `blocked_function`.
-
-    Args:
-        module: The attention layer.
-        call: The arguments of the layer.
-        simple: The lowered call, with the heads of the keys.
-        plain: Whether there are no gradients to compute, no decay and no sink.
-    """
+    """Compute attention block by block."""
+    # By torch if possible, that is, without decay, sink and gradients (`plain`). `simple` is the
+    # result of `lowered(call, grouped=True)`.
     vector = _vector(module, simple, call.vectors) if plain else None
     if vector is not None:
         return _by_torch(module, simple, vector)
@@ -140,7 +139,7 @@ _outside_of_graphs = torch._disable_dynamo(_in_blocks)  # pyright: ignore[report
 
 
 def _vector(module: Any, simple: Call, known: dict) -> DistanceVector | None:
-    """Return the bias and the window as a vector over distances, or None if a vector cannot."""
+    """Return the bias and the window as a vector over distances, or None if this is impossible."""
     columns = module.columns
     key = module.pos, columns.start, columns.stop, module.window, simple.q_BHTE.device
     if key not in known:
@@ -152,7 +151,7 @@ def _vector(module: Any, simple: Call, known: dict) -> DistanceVector | None:
 
 
 def _by_torch(module: nn.Module, call: Call, vector: DistanceVector) -> Tensor:
-    """Compute attention with masks that are views of `vector`; queries are in reversed order."""
+    """Compute attention with torch's SDPA."""
     dtype = torch.promote_types(call.q_BHTE.dtype, torch.float32)
     q_BHTE, k_BKSE, v_BKSE = (x.to(dtype) for x in (call.q_BHTE, call.k_BKSE, call.v_BKSE))
     starts_BT, parts = call.query_starts(), []
@@ -166,6 +165,7 @@ def _by_torch(module: nn.Module, call: Call, vector: DistanceVector) -> Tensor:
             hidden_BRn = key_n < starts_BT[:, begin:end].flip(1)[..., None]
             mask_BHRn = mask_BHRn.masked_fill(hidden_BRn[:, None], -torch.inf)
         seen = {"k_BKSE": k_BKSE[:, :, :keys], "v_BKSE": v_BKSE[:, :, :keys]}
+        # The masks are views of `vector`. They need the queries in reversed order.
         block = replace(call, q_BHTE=q_BHRE.flip(2), **seen)
         parts.append(_torch_sdpa(module, block, mask_BHRn).flip(2))
     return torch.cat(parts, dim=2).to(call.q_BHTE.dtype)

@@ -28,13 +28,10 @@ _OUTPUT = ("lm_head.weight", "embed_out.weight")  # GPTNeoX has both names
 
 
 def file_in(folder: Path, name: str) -> Path:
-    """Return the path of the file `name` in a folder of unknown origin. The file may be missing.
-
-    A link may lead only to a file in the same folder. In the hub's cache, it may also lead to a
-    file in the cache's folder `blobs`.
+    """Return the path of a file in a folder of unknown origin. The file may be missing.
 
     Raises:
-        HubError: The file is a link that leads elsewhere.
+        HubError: The file is a link that leads out of the folder.
     """
     path, root = folder / name, folder.resolve()
     allowed = [root, root.parent.parent / "blobs"][: 1 + (root.parent.name == "snapshots")]
@@ -64,7 +61,7 @@ def read_json(folder: Path, name: str) -> dict[str, Any]:
     """Return the content of a JSON file in a folder of unknown origin.
 
     Raises:
-        HubError: `read_in` cannot read the file, or it does not contain a JSON object.
+        HubError: The file cannot be read, or does not contain a JSON object.
     """
     try:
         content = parse_json(read_in(folder, name))
@@ -76,15 +73,16 @@ def read_json(folder: Path, name: str) -> dict[str, Any]:
 
 
 def read_weights(folder: Path, layout: Mapping[str, Parts]) -> dict[str, Tensor]:
-    """Read our weights from the safetensors of `folder`.
+    """Read our weights from the safetensors of a folder.
 
     Args:
-        layout: For each of our weights, by name: the tensors of the files that it consists of.
+        folder: The folder.
+        layout: The tensors in the files, for the name of each of our weights.
 
     Raises:
-        HubError: A file is missing or damaged, or the tensors are not those of the model.
-            The error lists every tensor that is missing, unknown, not finite, or has a wrong shape
-            or dtype.
+        HubError: A file is missing or damaged.
+        HubError: Tensors are missing, unknown or not finite, or have a wrong shape or dtype. The
+            error lists them all.
     """
     wanted = {name: shape for parts in layout.values() for name, shape in parts.shapes()}
     found = _open(folder)
@@ -119,7 +117,7 @@ def read_weights(folder: Path, layout: Mapping[str, Parts]) -> dict[str, Tensor]
 
 
 def _refuse(text: str, problems: list[str]) -> None:
-    """Raise a HubError that lists the problems, if there are any."""
+    """Raise an error that lists the problems, if there are any."""
     if problems:
         more = [f"and {len(problems) - _MOST_LISTED} more"] if len(problems) > _MOST_LISTED else []
         raise HubError("\n  ".join([f"{text}:", *problems[:_MOST_LISTED], *more]))
@@ -147,10 +145,8 @@ def _open(folder: Path) -> dict[str, Any]:
 
 
 def _files(folder: Path) -> dict[Path, set[str]]:
-    """Return a dict from each file to the names of the tensors to read from it.
-
-    An empty set of names means all tensors of the file.
-    """
+    """Return the files with weights, each with the names of its tensors."""
+    # An empty set of names means all tensors of the file.
     whole = file_in(folder, "model.safetensors")
     index = folder / "model.safetensors.index.json"
     if whole.exists():
@@ -176,6 +172,6 @@ def _files(folder: Path) -> dict[Path, set[str]]:
 
 
 def _equals_words(found: Mapping[str, Any], layout: Mapping[str, Parts], name: str) -> bool:
-    """Return whether the tensor `name` has the same values as the token embedding."""
+    """Return whether a tensor has the same values as the token embedding."""
     words = layout["embedding.word_embeddings.weight"].names[0]
     return words in found and torch.equal(found[name][...], found[words][...])

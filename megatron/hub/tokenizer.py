@@ -17,14 +17,12 @@ from megatron.engine.errors import HubError
 
 
 def write_tokenizer(tokenizer: Tokenizer, folder: Path) -> None:
-    """Write tokenizer.json and tokenizer_config.json, which give the same ids as `tokenizer`.
-
-    With these files, the texts of a batch are padded at the start, by end-of-document tokens.
+    """Write a tokenizer as files for the library transformers.
 
     Raises:
-        HubError: The tokenizer is of a type that cannot be exported, or the written files give
-            other ids.
+        HubError: The tokenizer cannot be exported, or the written files give other ids.
     """
+    # Texts of a batch are padded at the start, by end-of-document tokens.
     if isinstance(tokenizer, HFTokenizer):
         backend = tokenizers.Tokenizer.from_str(tokenizer.reference.to_str())
         end = str(backend.id_to_token(tokenizer.eod))

@@ -29,22 +29,22 @@ from megatron.positional import PositionalEmbedding
 
 @dataclass(frozen=True)
 class Parts:
-    """The parts of one of our tensors: the tensors in transformers that correspond to it.
+    """The tensors in transformers that correspond to one tensor of this project (its parts).
 
-    For each head, our tensor has the head's rows of part 1, then the head's rows of part 2, and so
-    on. A single part has our tensor's values.
+    For each head, this project's tensor has the head's rows of part 1, then of part 2, and so on.
 
     Attributes:
         names: The names of the parts.
-        heads: The number of heads into which the rows are divided: the number of key heads, or 1.
+        heads: The number of heads into which the rows are divided.
         rows: The number of rows of each part per head.
         columns: The sizes of all dimensions after the rows.
         transposed: Whether the stored matrices are transposed.
-        turning: The number of dimensions of each head that rotate in pairs of neighbours; 0 if the
-            order of dimensions is ours.
+        turning: The number of dimensions of each head whose order differs. transformers rotates
+            them in pairs of neighbours.
     """
 
     names: tuple[str, ...]
+    # The number of key heads, or 1.
     heads: int
     rows: tuple[int, ...]
     columns: tuple[int, ...]
@@ -70,7 +70,7 @@ class Parts:
         return torch.cat(grouped, dim=1).flatten(0, 1)
 
     def split(self, tensor: Tensor) -> list[Tensor]:
-        """Return the parts of our tensor. This method is the inverse of `join`."""
+        """Return the tensors of transformers for a tensor of this project."""
         grouped = list(tensor.unflatten(0, (self.heads, -1)).split(self.rows, dim=1))
         grouped[:2] = (_turned(part, 2, self.turning // 2) for part in grouped[:2])
         parts = [part.flatten(0, 1) for part in grouped]
@@ -81,26 +81,25 @@ class Parts:
 
 
 def _turned(rows: Tensor, pairs: int, of: int) -> Tensor:
-    """Read the first pairs * of rows of each head as a table [pairs, of], and transpose it.
-
-    Args:
-        rows: The rows of all heads [heads, rows of a head, ...].
-    """
+    """Change the order of each head's rotating dimensions."""
+    # Transposes the first (pairs * of) rows of each head, read as a table [pairs, of].
     turning = rows[:, : pairs * of].unflatten(1, (pairs, of)).transpose(1, 2).flatten(1, 2)
     return torch.cat((turning, rows[:, pairs * of :]), dim=1) if pairs * of else rows
 
 
 def layout_of(kind: HubClass | None, shape: GPTShape, pos: PositionalEmbedding) -> dict[str, Parts]:
-    """Return a dict from the name of each of our weights to its `Parts` in the class `kind`.
+    """Return the tensors of transformers for the name of each of our weights.
 
-    The parameters of the positional embedding are left out. If `kind` is None, each weight is one
-    part with the same name.
+    Args:
+        kind: The class of transformers. None means our own class, with the same names.
+        shape: The shape of the model.
+        pos: The positional embedding, whose parameters are left out.
     """
     return {name: _parts(kind, shape, name, size) for name, size in _weights(shape, pos)}
 
 
 def _weights(shape: GPTShape, pos: PositionalEmbedding) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """Yield the name and shape of each of our weights, except theta's."""
+    """Yield the name and shape of each of our weights, except the positional embedding's."""
     gated = pos.has("gate")
     attend = choose("eager", pos, device_type="cpu", dtype=torch.float32, decays=gated)
     parts = (pos.of_layer(index) for index in range(shape.num_layers))

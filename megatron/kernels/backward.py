@@ -31,8 +31,6 @@ repeatable bit for bit.
 Legend: see `forward`.
 """
 
-from __future__ import annotations
-
 import triton
 import triton.language as tl
 
@@ -61,6 +59,7 @@ from megatron.kernels.rows import (
     ends_of,
     exact_output,
     gradients_of,
+    kernel,
     key_tile_at,
     open_group,
     open_head,
@@ -76,13 +75,7 @@ def query_tile(
     THETA: tl.constexpr, DROPOUT: tl.constexpr, MASKED: tl.constexpr,
     M: tl.constexpr, N: tl.constexpr, E: tl.constexpr, P: tl.constexpr,
 ):  # fmt: skip
-    """Add the contributions of a tile of N keys to the gradients of M query rows and of theta.
-
-    Return the new (dq, excess, acc). `dq` [M, P] is the gradient of the rows of q, divided by
-    scale. P is the padded head size. `excess` [M, W] holds W sums for each row. They add up to the
-    sum of ds, the gradients of the row's logits. `acc` holds the sums from which the gradient of
-    theta (the distance kernel's parameters) is computed.
-    """
+    """Add a tile of keys to the sums for the gradients of q and of the embedding's parameters."""
     k = load_rows(head.k, n0, head.keys, head.k_t, MASKED, N, E, P)
     v = load_rows(head.v, n0, head.keys, head.v_t, MASKED, N, E, P)
     s = opaque(tl.dot(q, tl.trans(k), input_precision="ieee"))
@@ -91,20 +84,19 @@ def query_tile(
         s, dp, lse, delta, head, terms, m0, n0,
         f_evaluate, DROPOUT, k.dtype != tl.float32, MASKED, M, N,
     )  # fmt: skip
+    # `excess` [M, W] contains W partial sums for each row. Together they are the row's sum of ds.
     if LEARNS:
         excess = add_columns(excess, ds, q.dtype)
     if THETA:
         acc = f_add(acc, ds, p, e, q.dtype)
     if WEIGHTED:
         ds = ds * e[1]
+    # `dq` [M, P] is the gradient of q, divided by scale.
     dq = opaque(tl.dot(ds.to(k.dtype), k, dq, input_precision="ieee"))
     return dq, excess, acc
 
 
-@triton.jit(
-    do_not_specialize=["heads", "queries", "keys", "offset", "width", "threshold"],
-    do_not_specialize_on_alignment=["group"],
-)
+@kernel
 def query_pass(
     q_ptr, k_ptr, v_ptr, out_ptr, do_ptr, dq_ptr, lse_ptr, delta_ptr, sums_ptr, theta_ptr, seed_ptr,
     first_ptr, sink_ptr, high_ptr, low_ptr, position_ptr, lost_ptr,
@@ -114,16 +106,9 @@ def query_pass(
     f_finish: tl.constexpr, LEARNS: tl.constexpr, THETA: tl.constexpr, WEIGHTED: tl.constexpr,
     DROPOUT: tl.constexpr, M: tl.constexpr, N: tl.constexpr, E: tl.constexpr, P: tl.constexpr,
 ):  # fmt: skip
-    """Compute the gradient of q, delta, and parts of the gradient of theta.
-
-    Theta holds the distance kernel's parameters. For each query row, delta is the sum of grad_out *
-    out, where grad_out is the gradient of `out`. With LEARNS (theta needs a gradient, or there is a
-    sink or a decay), delta is corrected for the rounding of `out`.
-
-    Each program handles M query rows of one head. It writes its part of theta's gradient to one row
-    of `sums` [programs, THETA]. THETA is the number of theta's columns for which gradients are
-    computed here.
-    """
+    """Compute the gradient of q, and sums for the gradient of the embedding's parameters."""
+    # Each program handles M query rows of one head, and writes one row of `sums` [programs,
+    # THETA].
     tiles = tl.cdiv(queries, M)
     item, m0 = open_rows(tiles, M)
     head = open_head(
@@ -156,6 +141,9 @@ def query_pass(
                 head, terms, m0, key_tile_at(n, seen, terms, MASKED), f_evaluate, f_add,
                 WEIGHTED, LEARNS, THETA, DROPOUT, MASKED, M, N, E, P,
             )  # fmt: skip
+    # delta is the dot product of a row's output and this output's gradient. `excess` corrects
+    # delta for the rounding of the output. It is 0 without LEARNS: theta needs no gradient, and
+    # there is neither a sink nor a decay.
     excess = tl.sum(excess, axis=1)
     tl.store(delta_ptr + per_row, delta + excess, mask=i < queries)
     store_rows(dq_ptr + b * dq_b + h * dq_h, dq * scale, m0, queries, dq_t, M, E, P)
@@ -174,22 +162,15 @@ def key_tile(
     f_evaluate: tl.constexpr, WEIGHTED: tl.constexpr, DROPOUT: tl.constexpr, MASKED: tl.constexpr,
     M: tl.constexpr, N: tl.constexpr, E: tl.constexpr, P: tl.constexpr,
 ):  # fmt: skip
-    """Add the contributions of a tile of M query rows to the gradients of N keys and values.
-
-    Return the new (dk, dv, ddecay). `dk` [N, P] is the gradient of k, divided by scale. `dv` [N, P]
-    is the gradient of v. P is the padded head size. `ddecay` [N] is the gradient of the decay at
-    the positions of the keys.
-
-    Scores are computed as [keys, query rows] instead of [query rows, keys]. In this form, the
-    softmax weights p and the gradients ds of the logits enter the products for dv and dk without a
-    transpose.
-    """
+    """Add a tile of query rows to the gradients of a tile of keys and values."""
     q = load_rows(q_base, m0, queries, q_stride, MASKED, M, E, P)
     do = load_rows(do_base, m0, queries, do_stride, MASKED, M, E, P)
     row = m0 + tl.arange(0, M)
     there = row < queries if MASKED else None  # p = 0 in rows past the last query
     lse = tl.load(lse_base + row, mask=there, other=float("inf") if MASKED else None)
     delta = tl.load(delta_base + row, mask=there, other=0.0 if MASKED else None)
+    # Scores are [keys, query rows], so that p and ds need no transpose before the products for dv
+    # and dk.
     s = tl.dot(k, tl.trans(q), input_precision="ieee")
     dp = tl.dot(v, tl.trans(do), input_precision="ieee")
     # m0 changes from tile to tile. It is added to the keys, because a thread has fewer keys.
@@ -220,14 +201,12 @@ def key_tile(
         ddecay -= tl.sum(ds, axis=1)
     if WEIGHTED:
         ds = ds * e[1]
+    # `dk` [N, P] is the gradient of k, divided by scale.
     dk = opaque(tl.dot(ds.to(q.dtype), q, dk, input_precision="ieee"))
     return dk, dv, ddecay
 
 
-@triton.jit(
-    do_not_specialize=["heads", "queries", "keys", "offset", "width", "threshold"],
-    do_not_specialize_on_alignment=["group"],
-)
+@kernel
 def key_pass(
     q_ptr, k_ptr, v_ptr, do_ptr, dk_ptr, dv_ptr, lse_ptr, delta_ptr, theta_ptr, seed_ptr,
     end_ptr, high_ptr, low_ptr, ddecay_ptr, position_ptr,
@@ -238,14 +217,11 @@ def key_pass(
     DROPOUT: tl.constexpr,
     M: tl.constexpr, N: tl.constexpr, E: tl.constexpr, P: tl.constexpr,
 ):  # fmt: skip
-    """Compute the gradients of k and v, and a part of the decay's gradient.
-
-    Each program handles N keys of one key head, and some or all of the query heads that share it.
-    With programs (x, part) for `parts` parts, each part has group / parts of these heads and writes
-    its own gradients, which `launch` adds up. A decay c_j is subtracted from all logits of key j,
-    `ddecay` gets its gradient through them, and each part has one head. Programs for the first keys
-    start first, because more query rows see these keys.
-    """
+    """Compute the gradients of the keys, the values and the decay."""
+    # Each program handles N keys of one key head. The `group` query heads that share this key
+    # head are divided into equal parts, one for each program (x, part). With a decay, each part
+    # has one head. Programs for the first keys start first, because more query rows see these
+    # keys.
     tiles = tl.cdiv(keys, N)
     n0 = (tl.program_id(0) % tiles) * N
     b, h_k, first_head, members = open_group(tl.program_id(0) // tiles, heads, group)
@@ -283,6 +259,7 @@ def key_pass(
             if group > 1:  # after the last tile of a head comes the first one of the next head
                 h = tl.where(tile == count, h + 1, h)
                 tile = tl.where(tile == count, 0, tile)
+    # Only the part of the decay's gradient that comes from the keys.
     if ddecay_ptr is not None:
         tl.store(ddecay_ptr + of_decay + j, ddecay, mask=j < keys)
     h_out = (h_k * tl.num_programs(1) + tl.program_id(1)).to(tl.int64)

@@ -23,8 +23,6 @@ At d = 0, powers d^p and products d^p log d are computed as 0, as in torch's der
 generated source texts are stored in `linecache`, where Triton and tracebacks find them.
 """
 
-from __future__ import annotations
-
 import hashlib
 import linecache
 from collections.abc import Callable, Sequence
@@ -58,21 +56,22 @@ def device_functions(
     bounds: Sequence[tuple[float, float]] = (),
     rewrite: Callable[[Any], Any] = sympy.sympify,
 ) -> DeviceFunctions:
-    """Generate the Triton device functions of a distance kernel from its sympy expressions.
+    """Generate Triton functions that compute a positional embedding, and its derivatives.
+
+    The logit is weight * s + bias, where s is the scaled query-key product.
 
     Args:
-        bias: The bias of the distance kernel. None means 0.
-        weight: The factor of the distance kernel. None means 1.
+        name: A name for the generated source text.
+        bias: The expression of the bias. None means 0.
+        weight: The expression of the weight. None means 1.
         distance: The symbol of the query-key distance.
-        theta: The symbols of the distance kernel's parameters.
-        position: The symbol of the query's position in its document, or None if neither the bias
-            nor the factor contains it.
-        bounds: The smallest and the largest number of each column of theta.
-        rewrite: Returns another form of a derivative, such as `sympy.factor`: a product does not
-            overflow where a sum of products does.
+        theta: The symbols of the embedding's parameters.
+        position: The symbol of the query's position in its document, or None if there is none.
+        bounds: The smallest and the largest value of each parameter, in the order of `theta`.
+        rewrite: Rewrites a derivative, for example into a form that does not overflow.
 
     Raises:
-        NotExpressible: The bias or the factor cannot be expressed in the generated code.
+        NotExpressible: A GPU cannot compute the bias or the weight in this way.
     """
     s, scale = sympy.Symbol("s", real=True), sympy.Symbol("scale", positive=True)
     b = sympy.S.Zero if bias is None else bias
@@ -106,14 +105,7 @@ def device_functions(
 
 
 class Writer:
-    """Writes the generated functions `prepare` and `evaluate` from sympy expressions.
-
-    `prepare` computes the constants of a head: all numbers that depend only on theta (the distance
-    kernel's parameters) and scale. `evaluate` handles a tile of scores. It computes all numbers
-    that also depend on the query-key product s, the distance d or the query's position i. "The code
-    of" an expression is Triton source text that evaluates it. `lines` collects the statements of
-    `evaluate`, and `prepared` the code of each constant.
-    """
+    """Writes Triton source text that evaluates sympy expressions."""
 
     def __init__(
         self, s: sympy.Symbol, d: sympy.Symbol, theta: tuple, scale: sympy.Symbol,
@@ -122,28 +114,25 @@ class Writer:
         self.s, self.d, self.i, self.scale, self.layer = s, d, i, scale, layer
         self.scalars = {column: f"t{n}" for n, column in enumerate(theta)} | {scale: "scale"}
         self.constants: dict[sympy.Expr, str] = {}
+        # The code of each constant, which `prepare` computes once for a head from theta and
+        # scale.
         self.prepared: list[str] = []
         self.names: dict[sympy.Expr, str] = {s: "s", i: "row"}
+        # The statements of `evaluate`, which computes all other numbers for a tile of scores.
         self.lines: list[str] = []
 
     def constant(self, expr: sympy.Expr) -> str:
-        """Return the code by which `evaluate` reads a constant.
-
-        The code is a literal such as `0.5`, or an entry of the tuple that `prepare` returns, such
-        as `c[2]`. If `prepare` does not compute the constant yet, its code is added to `prepared`.
-        """
+        """Return source text that stands for a constant, such as `0.5` or `c[2]`."""
         if expr.is_number:
             return repr(float(expr)) if expr.is_finite else f"float('{float(expr)}')"
+        # `prepare` computes the tuple c.
         if expr not in self.constants:
             self.prepared.append(self.scalar(expr))
             self.constants[expr] = f"c[{len(self.prepared) - 1}]"
         return self.constants[expr]
 
     def scalar(self, expr: Any) -> str:
-        """Return the code by which `prepare` computes a constant.
-
-        The code calls exact functions, not the fast approximate ones of `evaluate`.
-        """
+        """Return source text that computes a constant exactly."""
         if expr.is_number:
             return self.constant(expr)
         if expr in self.scalars:
@@ -155,13 +144,11 @@ class Writer:
             return f"({' * '.join(args)})"
         if expr.is_Pow:
             return power(expr.exp, args[0], "(1.0 / {})")
+        # `evaluate` calls fast approximate functions instead.
         return self.call(expr, SCALAR_CALLS).format(*args)
 
     def tile(self, expr: sympy.Expr) -> str:
-        """Add to `lines` the statements that compute an expression. Return the result's name.
-
-        An expression is computed only once. For a constant, only return the code that reads it.
-        """
+        """Generate statements that compute an expression, and return the name of the result."""
         if not expr.has(self.s, self.d, self.i):
             return self.constant(expr)
         if expr not in self.names:
@@ -171,7 +158,7 @@ class Writer:
         return self.names[expr]
 
     def text(self, expr: Any) -> str:
-        """Return the right-hand side of the statement by which `evaluate` computes `expr`."""
+        """Return source text that computes an expression."""
         slopes, others = [], []
         for arg in sympy.Add.make_args(expr):
             factor, rest = arg.as_independent(self.s, self.d, self.i, as_Add=False)
@@ -197,17 +184,14 @@ class Writer:
         return self.call(expr, CALLS).format(*(self.tile(arg) for arg in expr.args))
 
     def row(self) -> str:
-        """Return the code of a pointer to the head's row of theta, such as "c[2]"."""
+        """Return source text for a pointer to the parameters of one head."""
         if "theta" not in self.prepared:
             self.prepared.append("theta")
         return f"c[{self.prepared.index('theta')}]"
 
     def affine(self, slope: Any, offset: Any) -> str:
-        """Return the code of offset + slope * d, where d is the query-key distance di - dj.
-
-        The code is (offset + slope * di) - slope * dj. Both slope and offset are constants. With
-        the slopes 1 and -1, di - dj comes first, so that a small offset keeps its digits.
-        """
+        """Return source text that computes offset + slope * d for the query-key distance d."""
+        # d is di - dj. Here di - dj is computed first, so that a small offset keeps its digits.
         if abs(slope) == 1 and not sympy.S(offset).is_number:
             return f"({self.constant(offset)} {'+' if slope == 1 else '-'} (di - dj))"
         k = "" if slope == 1 else f"{self.constant(slope)} * "
@@ -215,7 +199,8 @@ class Writer:
         return f"(({start}{k}di) - {k}dj)"
 
     def product(self, factor: sympy.Expr, rest: sympy.Expr) -> str:
-        """Return the code of `factor`, a constant, times `rest`, a product of other expressions."""
+        """Return source text that computes factor * rest."""
+        # `factor` is a constant, and `rest` is not.
         if rest == 1:
             return self.constant(factor)
         if factor != 1:
@@ -232,17 +217,9 @@ class Writer:
     def source(
         self, results: list[str], terms: list[str], factors: list[str], columns: list[int]
     ) -> str:
-        """Return the source of the generated `prepare`, `evaluate`, `zeros`, `add` and `finish`.
-
-        Args:
-            results: The code of the first values that `evaluate` returns, such as the logit divided
-                by `scale`.
-            terms: The code of the values that `evaluate` returns after `results`. There is one term
-                for each entry of `columns`.
-            factors: The code of a number for each term. `finish` multiplies the sum of the term by
-                this number, to get the gradient of the term's column.
-            columns: The indices of the columns of theta that have a term.
-        """
+        """Return the source text of the generated Triton functions."""
+        # `results` and `terms` are the code of what `evaluate` returns. Each term has a column of
+        # theta in `columns`, and the code of a number in `factors`.
         count, first = len(terms), len(results)
         loads = [f"t{n} = tl.load(theta + {n})" for n in columns]
         zeros = "tl.zeros([M, W], dtype=tl.float32)"
@@ -251,6 +228,7 @@ class Writer:
             f"add_columns(acc[{m}], {x} * e[{n + first}], dtype)" for m, (x, n) in enumerate(pairs)
         ]
         rows = [f"acc[{n}] - excess[:, None] * acc[{count + n}]" for n in range(count)]
+        # `finish` multiplies each sum by its factor, to get the gradient of the term's column.
         ends = [f"tl.sum({row}) * {factor}" for row, factor in zip(rows, factors, strict=True)]
         return "\n".join(
             [
@@ -264,12 +242,12 @@ class Writer:
 
 
 def power(exponent: sympy.Expr, base: str, reciprocal: str) -> str:
-    """Return the code that raises an expression to the power `exponent`.
+    """Return source text that computes a power.
 
     Args:
-        base: The code of the expression.
         exponent: A nonzero integer, 1/2 or -1/2.
-        reciprocal: The code of 1 / x, in which {} stands for x.
+        base: Source text of the base.
+        reciprocal: Source text of 1 / x, with {} in the place of x.
     """
     if exponent in HALVES:
         return f"tl.sqrt({base})" if exponent > 0 else f"tl.rsqrt({base})"
@@ -284,11 +262,8 @@ def function(head: str, lines: list[str], results: list[str]) -> list[str]:
 
 
 def compiled(name: str, source: str) -> dict[str, Any]:
-    """Execute the text `source`, and return the five Triton functions that it defines, by name.
-
-    `name` is the distance kernel's name. It becomes part of the path under which the text is stored
-    in `linecache`. Equal names and texts get equal paths, so that Triton's caches recognise them.
-    """
+    """Execute source text, and return a dict of the Triton functions that it defines."""
+    # Triton's caches recognise the same `name` and `source` by this path.
     digest = hashlib.sha256(source.encode()).hexdigest()[:12]
     path = f"<distance kernel {name} {digest}>"
     linecache.cache[path] = (len(source), None, source.splitlines(keepends=True), path)

@@ -55,26 +55,25 @@ SWITCHES = {"cached": False}
 
 
 def cache_launches(on: bool) -> None:
-    """Switch the reuse of compiled kernels between launches on or off, for the whole process.
+    """Make launches of Triton kernels faster by a cache, or switch the cache off.
 
-    With reuse, launches take less time, and results do not change.
+    The setting is valid for the whole process. It does not change any results.
     """
     SWITCHES["cached"] = on
 
 
 @dataclass
 class Variant:
-    """A Triton kernel with its compile-time arguments.
+    """A Triton kernel with fixed compile-time arguments.
 
     Attributes:
         function: The Triton kernel.
-        functions: The device functions of the distance kernel.
-        constants: The compile-time arguments. A launch passes them after all other arguments.
-        options: The options of the compiler.
-        exact: For each numeric argument (see `NUMBERS`), whether the choice of the compiled kernel
-            depends on the argument's exact value. If not, the choice depends only on whether the
-            value fits into 32 bits.
-        compiled: Maps the properties of run-time arguments (see `key`) to compiled kernels.
+        functions: The device functions that compute the positional embedding.
+        constants: The values of the compile-time arguments.
+        options: The options of Triton's compiler.
+        exact: One entry for each numeric argument. If true, Triton may compile the kernel again for
+            another value.
+        compiled: The compiled kernels. The key describes dtypes, strides and so on.
     """
 
     function: Any
@@ -88,7 +87,15 @@ class Variant:
         self, programs: tuple[int, int], pointers: Sequence[Tensor | None], strides: Sequence[int],
         numbers: Sequence[Any],
     ) -> None:  # fmt: skip
-        """Start the Triton kernel on the current device and stream."""
+        """Start the Triton kernel on the current device and stream.
+
+        Args:
+            programs: The numbers of programs in the two dimensions of Triton's grid.
+            pointers: The tensors. None stands for an optional tensor that is absent.
+            strides: The strides of the tensors.
+            numbers: The numeric arguments.
+        """
+        # `order` describes this order.
         arguments = (*pointers, *strides, *numbers, *self.constants)
         if not SWITCHES["cached"]:
             self.function[programs](*arguments, **self.options)
@@ -105,8 +112,9 @@ class Variant:
             self.compiled[key] = compiled
 
     def key(self, pointers: Sequence[Any], strides: Sequence[int], numbers: Sequence[Any]) -> tuple:
-        """Return the properties of the run-time arguments by which a compiled kernel is chosen."""
+        """Return a key for the cache of compiled kernels."""
         tensors = [None if x is None else (x.dtype, x.data_ptr() % 16) for x in pointers]
+        # A number that is not exact matters only by whether it fits into 32 bits.
         values = [x if exact else x >> 31 for x, exact in zip(numbers, self.exact, strict=True)]
         return pointers[0].get_device(), *tensors, *strides, *values
 
@@ -115,13 +123,17 @@ def variant_of(
     which: str, functions: DeviceFunctions, tile: Tile, head_size: int,
     pointers: Sequence[Tensor | None], *, dropout: bool, theta: bool,
 ) -> Variant:  # fmt: skip
-    """Return the `Variant` for a launch: a Triton kernel with its compile-time arguments.
+    """Return a Triton kernel with its compile-time arguments.
 
     Args:
-        which: The Triton kernel, a key of `PASSES`.
-        pointers: The launch's tensors, in the order of the first list of `order(which)`. An
-            optional tensor may be None.
-        theta: Whether the gradient of the distance kernel's parameters or table is needed.
+        which: The name of the Triton kernel.
+        functions: The device functions that compute the positional embedding.
+        tile: The tile sizes of the Triton kernel.
+        head_size: The head size.
+        pointers: The kernel's tensors, in the order of its arguments. None stands for an optional
+            tensor that is absent.
+        dropout: Whether there is dropout.
+        theta: Whether the embedding's parameters need a gradient.
     """
     missing = [x is None for x in pointers]
     key = (which, id(functions), tile, head_size, dropout, theta, *missing)
@@ -144,17 +156,13 @@ def variant_of(
 
 @lru_cache
 def order(which: str) -> tuple[list[str], list[str], list[str]]:
-    """Return three lists of names from the signature of a Triton kernel.
-
-    The first list names all tensors, the second names the tensors with strides, and the third names
-    the compile-time arguments. In the signature, a tensor named x is the argument `x_ptr`. If x has
-    strides, the arguments `x_b`, `x_h` and `x_t` are the strides of the first three of its four
-    dimensions. All pointers come first, then all strides, then `NUMBERS`, and then the compile-time
-    arguments.
+    """Return the names of a Triton kernel's tensors, of those with strides, and of its constants.
 
     Args:
-        which: The Triton kernel, a key of `PASSES`.
+        which: The name of the Triton kernel.
     """
+    # All arguments in order: pointers `x_ptr`; strides `x_b`, `x_h` and `x_t` of the first three
+    # of four dimensions; `NUMBERS`; compile-time arguments.
     names = PASSES[which].arg_names
     tensors = [name.removesuffix("_ptr") for name in names if name.endswith("_ptr")]
     strided = [name for name in tensors if f"{name}_b" in names]
@@ -170,14 +178,15 @@ def constants(
 ) -> dict[str, Any]:  # fmt: skip
     """Return the compile-time arguments of all Triton kernels, as a dict from name to value.
 
-    Each Triton kernel takes from the dict those arguments that its signature names.
-
     Args:
-        theta: Whether the gradient of the distance kernel's parameters or table is needed.
-        terms: The names of the optional tensors that the call passes.
-            `documents_sink_decay.TENSORS` names all optional tensors. For each of those that are
-            not passed, the pointer becomes a compile-time argument with the value None.
+        functions: The device functions that compute the positional embedding.
+        tile: The tile sizes of the Triton kernel.
+        head_size: The head size.
+        dropout: Whether there is dropout.
+        theta: Whether the embedding's parameters need a gradient.
+        terms: The names of the optional tensors that are present.
     """
+    # The pointer of an absent tensor is a compile-time argument, too.
     optional = {*TENSORS, "lost"}.difference(terms)
     values: dict[str, Any] = {f"{name}_ptr": None for name in optional}
     values |= {

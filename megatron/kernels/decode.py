@@ -13,15 +13,12 @@ Only the forward pass works in this way, without dropout.
 Legend: see `forward`. n counts the parts.
 """
 
-from __future__ import annotations
-
-import triton
 import triton.language as tl
 
 from megatron.kernels.device import ex2, store_rows
 from megatron.kernels.documents_sink_decay import LEAST
 from megatron.kernels.forward import forward_tile
-from megatron.kernels.rows import LOG2E, Head, RowTerms
+from megatron.kernels.rows import LOG2E, Head, RowTerms, kernel
 
 CHUNK = tl.constexpr(256)
 """The number of keys of a part. The key heads and parts of a sequence of 4,096 tokens are then 128
@@ -29,10 +26,7 @@ programs for 8 key heads, and the fp32 outputs of the parts are at most an eight
 values in 16 bits, for up to 16 rows."""
 
 
-@triton.jit(
-    do_not_specialize=["heads", "queries", "keys", "offset", "width", "threshold"],
-    do_not_specialize_on_alignment=["group"],
-)
+@kernel
 def decode_pass(
     q_ptr, k_ptr, v_ptr, parts_ptr, lses_ptr, theta_ptr, first_ptr, sink_ptr, position_ptr,
     q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, parts_b, parts_h, parts_t,
@@ -40,12 +34,9 @@ def decode_pass(
     f_prepare: tl.constexpr, f_evaluate: tl.constexpr,
     M: tl.constexpr, N: tl.constexpr, E: tl.constexpr, P: tl.constexpr,
 ):  # fmt: skip
-    """Compute the output and `lse` of some query rows for one part of the keys.
-
-    Program (x, n) handles part n and M rows of one key head. Row r of a key head is query r //
-    group of its query head r mod group. The results of part n of N parts stand at the index h N + n
-    of the head dimension of the fp32 tensor `parts`, and `lses` has one number for each row.
-    """
+    """Compute the attention output and log-sum-exp of some query rows for a part of the keys."""
+    # Program (x, n) handles the n-th part of the keys for M rows. Row r is query r // group of
+    # the query head r mod group among the heads that share a key head.
     tiles, n, count = tl.cdiv(queries * group, M), tl.program_id(1), tl.num_programs(1)
     key_item, row = tl.program_id(0) // tiles, tl.program_id(0) % tiles * M + tl.arange(0, M)
     b, h_k = (key_item // (heads // group)).to(tl.int64), (key_item % (heads // group)).to(tl.int64)
@@ -76,23 +67,23 @@ def decode_pass(
         )  # fmt: skip
     # Where a row sees no key of this part, its `lse` is about -1e9, so that the part has no share.
     total = tl.where(total > 0.0, total, 1.0)
+    # The results of head h and part n are stored as head h * count + n.
     to = b * parts_b + (h * count + n) * parts_h + t * parts_t
     tl.store(parts_ptr + to + column, acc / total[:, None], mask=there & (column < E))
+    # The logarithm to base 2.
     lse = (top * c + tl.log2(total))[:, None]
     tl.store(lses_ptr + ((b * heads + h) * count + n) * queries + t, lse, mask=there)
 
 
-@triton.jit(
-    do_not_specialize=["heads", "queries", "keys", "offset", "width", "threshold"],
-    do_not_specialize_on_alignment=["group"],
-)
+@kernel
 def merge_pass(
     parts_ptr, lses_ptr, out_ptr, lse_ptr,
     parts_b, parts_h, parts_t, out_b, out_h, out_t,
     heads, group, queries, keys, offset, width, scale, threshold, rescale,
     N: tl.constexpr, E: tl.constexpr, P: tl.constexpr,
 ):  # fmt: skip
-    """Add up the parts of one query of one head, N at a time. The program's number is its row."""
+    """Compute the attention output of a query from its results for parts of the keys."""
+    # The parts are added up N at a time.
     row, count = tl.program_id(0), tl.cdiv(keys, CHUNK)
     item, t = (row // queries).to(tl.int64), row % queries
     b, h = item // heads, item % heads

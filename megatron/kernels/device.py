@@ -7,8 +7,6 @@ Triton's interpreter, `lg2` and `rcp` call numpy's functions.
 Legend: M query rows, N keys of a tile, E head size, P the smallest power of two >= max(E, 16).
 """
 
-from __future__ import annotations
-
 import triton
 import triton.language as tl
 from triton import knobs
@@ -45,7 +43,7 @@ def lg2(x):
 
 @triton.jit
 def lg2_or_finite(x):
-    """Return the logarithm to base 2 of x > 0, and the finite number LOG2_ZERO for x = 0."""
+    """Return log2 x, with a finite result for x = 0."""
     if INTERPRETED:
         return tl.where(x > 0.0, tl.log2(tl.where(x > 0.0, x, 1.0)), LOG2_ZERO)
     else:
@@ -54,15 +52,13 @@ def lg2_or_finite(x):
 
 @triton.jit
 def rcp(x):
-    """Return 1 / x for 1e-19 < |x| < 1e19, and 0 for larger |x|.
-
-    Numbers are handled in pairs (a, b). One instruction gives r = 1 / (a b), and two products give
-    1/a = r b and 1/b = r a. This saves time, because the GPU's unit for special functions, which
-    executes this instruction, is the bottleneck of the Triton kernels.
-    """
+    """Return 1 / x for 1e-19 < |x| < 1e19, and 0 for larger |x|."""
     if INTERPRETED:
         return 1.0 / x
     else:
+        # Two numbers a and b are inverted by one instruction, r = 1 / (a b), and two products:
+        # 1/a = r b and 1/b = r a. The GPU's unit for special functions, which executes the
+        # instruction, is the bottleneck of the Triton kernels.
         return tl.inline_asm_elementwise(
             "{ .reg .f32 r; mul.f32 r, $2, $3; rcp.approx.ftz.f32 r, r; "
             "mul.f32 $0, r, $3; mul.f32 $1, r, $2; }",
@@ -83,37 +79,31 @@ def ex2(x):
 
 @triton.jit
 def cosine(x):
-    """Return the cosine of x with an error below 1.2e-6, for |x| < 2e7.
-
-    Whole turns n are subtracted first: t = x / (2 pi) - n, where 1 / (2 pi) is the sum of two fp32
-    constants. Then the instruction's error is at most 2^-20.5. (`tl.cos` has a path for large x,
-    which needs local memory for each thread.)
-    """
+    """Return the cosine of x with an error below 1.2e-6, for |x| < 2e7."""
+    # First, whole turns n are subtracted: t = x / (2 pi) - n, with 1 / (2 pi) as the sum of two
+    # fp32 constants. Then the error of the GPU's cosine instruction is at most 2^-20.5. The code
+    # of `tl.cos` for large x needs local memory for each thread.
     return tl.cos(x) if INTERPRETED else instruction(COSINE, x)
 
 
 @triton.jit
 def sine(x):
-    """Return the sine of x, as `cosine` does."""
+    """Return the sine of x with an error below 1.2e-6, for |x| < 2e7."""
     return tl.sin(x) if INTERPRETED else instruction(SINE, x)
 
 
 @triton.jit
 def opaque(x):
-    """Return x unchanged, but hide from the compiler how x was computed.
-
-    This prevents two optimisations that slow the Triton kernels down:
-
-    - If the bias is added to a tile of query-key products, the compiler would initialise the
-      accumulators of these products with the bias instead of 0. The bias of the whole tile would
-      then occupy registers during the matrix product.
-    - In a loop, the compiler would let the last matrix product of an iteration overlap with the
-      next iteration. On Hopper, the assembler ptxas would then make the program wait after every
-      matrix product (warning C7515).
-    """
+    """Return x unchanged, but hide from the compiler how x was computed."""
     if INTERPRETED:
         return x
     else:
+        # This prevents two optimisations that would make the Triton kernels slower. The compiler
+        # would start the accumulators of query-key products with the bias that is added later,
+        # instead of 0. The bias of the whole tile would then occupy registers during the matrix
+        # product. And the compiler would let the last matrix product of a loop's iteration
+        # overlap with the next iteration. On Hopper, the assembler ptxas would then make the
+        # program wait after every matrix product (warning C7515).
         return tl.inline_asm_elementwise(
             "", "=f,0", [x], dtype=tl.float32, is_pure=True, pack=1
         )  # fmt: skip
@@ -124,16 +114,12 @@ def load_rows(
     base, first, limit, stride, MASKED: tl.constexpr, ROWS: tl.constexpr,
     E: tl.constexpr, P: tl.constexpr,
 ):  # fmt: skip
-    """Load ROWS rows of a tensor, beginning with row `first`, and pad them to P columns.
-
-    The tensor begins at `base`. It has `limit` rows, `stride` elements apart, and E columns. With
-    MASKED, rows from `limit` on are zeros. Without MASKED, all loaded rows must exist. Columns from
-    E on are always zeros. The offset of row `first` is 64-bit, because the row may be gigabytes
-    after the start of the tensor.
-    """
+    """Load rows of a matrix, and pad them with zeros."""
     row = tl.arange(0, ROWS)
     column = tl.arange(0, P)
+    # The offset of row `first` is 64-bit, because the row may be gigabytes after `base`.
     pointers = base + tl.cast(first, tl.int64) * stride + (row[:, None] * stride + column[None, :])
+    # The matrix has `limit` rows and E columns. Without MASKED, all loaded rows must exist.
     there = row[:, None] < limit - first if MASKED else None
     if E < P:
         there = column[None, :] < E if there is None else there & (column[None, :] < E)
@@ -144,11 +130,7 @@ def load_rows(
 def store_rows(
     base, tile, first, limit, stride, ROWS: tl.constexpr, E: tl.constexpr, P: tl.constexpr
 ):
-    """Store the ROWS rows of `tile` in a tensor, as the rows from `first` on.
-
-    The tensor begins at `base`. It has `limit` rows, `stride` elements apart, and E columns. Rows
-    and columns of the tile that lie outside the tensor are skipped.
-    """
+    """Store a tile as rows of a matrix, without the tile's padding."""
     row = tl.arange(0, ROWS)
     column = tl.arange(0, P)
     pointers = base + tl.cast(first, tl.int64) * stride + (row[:, None] * stride + column[None, :])
@@ -158,35 +140,24 @@ def store_rows(
 
 @triton.jit
 def table_distance(i, j, m0, n0, offset, queries):
-    """Return the query-key distances i - j of a tile, as indices of a table over distances.
-
-    `i` and `j` are the positions of the queries and the keys. Both are counted from `n0`, the
-    position of the tile's first key. The call has `queries` query rows, and `offset` is the
-    position of the first one, counted from the first key of the sequence.
-
-    All indices must exist in the table. Therefore the distance of a future key becomes 0, and rows
-    past the last query get the distances of the last query. Distance kernels without a table do not
-    use the result, so the compiler removes the call.
-    """
+    """Return the query-key distances of a tile, as indices of a table over distances."""
+    # `i` and `j` count from the tile's first key, at position n0. All indices must exist in the
+    # table. Therefore future keys get the distance 0, and rows past the last query get its
+    # distances. Without a table, the result is not used, and the compiler removes this code.
     return tl.maximum(tl.minimum(i, offset + queries - 1 - n0) - j, 0)
 
 
 @triton.jit
 def spread(start, SHARED: tl.constexpr, M: tl.constexpr, N: tl.constexpr):
-    """Return two tiles a and b in fp32 with a - b = start + r - c in row r and column c.
-
-    The tiles have M rows and N columns. The distance of each score is computed from a and b.
-    Without SHARED, a depends only on the row, and b only on the column.
-
-    With SHARED, all entries of a thread that have the same a - b also have the same a and the same
-    b. So the compiler evaluates a distance kernel only once for these entries. On tensor cores, the
-    entries of a thread are in the rows r and r + 8, and in two neighbouring columns of every eight.
-    Therefore a has two values in a thread. b depends only on the register of an entry, so that b is
-    a constant in the machine code. For example, a thread has 32 entries of a tile [64, 64], but
-    only 18 different values of a - b.
-    """
+    """Return two tiles whose difference is the query-key distance of each score."""
     r = tl.arange(0, M)[:, None]
     c = tl.arange(0, N)[None, :]
+    # a - b = start + r - c. With SHARED, entries of a thread with the same a - b also have the
+    # same a and the same b, so the compiler evaluates the bias and the factor only once for them.
+    # On tensor cores, the entries of a thread are in the rows r and r + 8, and in two
+    # neighbouring columns of every eight. Therefore a has two values in a thread, and b is a
+    # constant for each register. For example, a thread has 32 entries of a tile [64, 64], but
+    # only 18 values of a - b.
     if SHARED:
         # Bit 0 of c is a constant, too. The compiler sees this only if it stands alone.
         a, b = start + (r & ~8) - (c & 6) - (c & 1), (c & ~7) - (r & 8)
@@ -197,19 +168,14 @@ def spread(start, SHARED: tl.constexpr, M: tl.constexpr, N: tl.constexpr):
 
 @triton.jit
 def add_columns(sums, x, dtype: tl.constexpr):
-    """Return `sums` [M, W], with each column n of the tile `x` [M, N] added to column n mod W.
-
-    With W = 8, a thread holds all columns that it adds up, because columns of a tensor core's tile
-    are distributed over threads in a pattern of 8. With W = 1, or if q's `dtype` is fp32, threads
-    exchange their sums.
-
-    In fp32, the sum that a thread sends can be a single product of two numbers. The thread sends
-    this product after rounding. It could add the product that it receives to its own product before
-    rounding (a fused multiply-add). Then the two threads would get different results. To prevent
-    this, products are hidden from the compiler (`opaque`).
-    """
+    """Add the columns of a tile to fewer columns of sums."""
+    # In fp32, threads exchange their sums, and two threads could get different ones. A thread
+    # rounds its own product before it sends it. But it could add a received number to its own
+    # product before rounding (a fused multiply-add).
     if dtype == tl.float32:
         x = opaque(x)
     M: tl.constexpr = x.shape[0]
     W: tl.constexpr = sums.shape[1]
+    # Column n is added to column n mod W. With W = 8, no thread needs numbers of another thread:
+    # the columns of a tensor core's tile are distributed over threads in a pattern of 8.
     return sums + tl.sum(x.reshape(M, x.shape[1] // W, W), axis=1)

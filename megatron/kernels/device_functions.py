@@ -3,8 +3,6 @@
 `codegen` generates them from a formula. `tabulated` has device functions for a table of values.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,26 +12,23 @@ from megatron.kernels.tile_sizes import Needs
 
 @dataclass(frozen=True)
 class DeviceFunctions:
-    """The device functions of a distance kernel. The docstring of `codegen` explains the symbols.
+    """The Triton device functions that compute a positional embedding inside an attention kernel.
+
+    A logit is scale * s * w + b. s is the query-key product, and w and b come from the embedding.
 
     Attributes:
-        prepare: Maps (a pointer to a head's row of theta, the length of the row, scale) to c, the
-            constants of the head. Theta holds the distance kernel's parameters.
-        evaluate: Maps (s, di, dj, d, c, row) to (y, w, terms) for a tile. s are the query-key
-            products. The query-key distances are given twice, as d and as di - dj. The argument
-            `row` holds the queries' positions. y is the logit divided by scale, and w is the factor
-            of s. Each term belongs to one column of theta. `add` and `finish` compute theta's
-            gradient from the terms.
-        weighted: Whether there is a factor w.
-        zeros, add, finish: Create, update and sum up the accumulators of theta's gradient. The
-            accumulators have W numbers per query row (see `add_columns`). The functions are None if
-            no column has a term.
-        num_theta: The number of columns of theta that have a term.
-        tabulated: Whether "theta" is a table over distances (see `tabulated`).
-        biased: Whether the table contains the bias.
+        prepare: Computes the constants of a head from the embedding's parameters.
+        evaluate: Computes the logits of a tile, and the values for their derivatives.
+        weighted: Whether there is a w. Otherwise w is 1.
+        zeros: Creates the sums for the gradient of the parameters.
+        add: Adds a tile to these sums.
+        finish: Computes the gradient of the parameters from these sums.
+        num_theta: The number of parameters per head that `finish` computes gradients of.
+        tabulated: Whether b and w are given as a table over query-key distances.
+        biased: Whether this table contains b.
         source: The generated source text.
-        layer: The layer of hidden units, if there is one.
-        reads_position: Whether `evaluate` needs `row`.
+        layer: The layer of hidden units in b, if there is one.
+        reads_position: Whether b or w depends on the query's position.
     """
 
     prepare: Any
@@ -50,9 +45,11 @@ class DeviceFunctions:
     reads_position: bool = False
 
     def needs(self, dropout: bool, terms: bool = False) -> Needs:
-        """Return the properties of an attention call on which its use of registers depends.
+        """Return the properties of an attention call that determine how many registers it needs.
 
-        `Needs` describes the arguments and the result.
+        Args:
+            dropout: Whether there is dropout.
+            terms: Whether there are documents, a window, a sink or a decay.
         """
         layer = self.layer is not None
         heavy = self.weighted or self.tabulated or self.num_theta > 2 or layer

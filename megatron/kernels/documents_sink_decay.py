@@ -22,8 +22,6 @@ If a call lacks one of these terms, all arguments of the term are None, and no c
 Legend: see `forward`.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 
@@ -42,25 +40,17 @@ LEAST = tl.constexpr(-1e9)
 
 @triton.jit
 def both(seen, limit):
-    """Return the mask `seen & limit`, or `seen` if `limit` is None."""
+    """Return the intersection of two masks, of which the second may be None."""
     return seen if limit is None else seen & limit
 
 
 @triton.jit
 def row_tiles(end_ptr, n0, offset, queries, keys, M: tl.constexpr, N: tl.constexpr):
-    """Return which tiles of M query rows see the keys n0 ... n0 + N - 1, and which need a mask.
-
-    A tile needs a mask if one of its rows does not see all N keys. It also needs a mask if it has
-    fewer than M rows, which only the last tile can have. Documents and windows hide a key from all
-    rows after some row. For each key, `end_ptr` points to the index of the first of these rows. It
-    is None without documents and windows.
-
-    Returns:
-        (first, whole, full, crossing, masked, rest). The tiles from row `whole` up to row `full`
-        (excluded) need no mask. `masked` tiles need one. They form two groups of adjacent tiles.
-        The first group has `crossing` tiles and begins at row `first`. The second group has all
-        others and begins at row `rest`.
-    """
+    """Return which tiles of query rows see a tile of keys, and which of them need a mask."""
+    # The result (first, whole, full, crossing, masked, rest) means: the tiles from row `whole` to
+    # row `full` (excluded) need no mask. `masked` tiles need one, as a row does not see all N
+    # keys or there are fewer than M rows. The first `crossing` of them begin at row `first`, the
+    # others at row `rest`.
     first = tl.maximum(n0 - offset, 0) // M * M
     whole = tl.minimum(tl.cdiv(tl.maximum(n0 + N - 1 - offset, 0), M), tl.cdiv(queries, M)) * M
     full = queries // M * M
@@ -69,6 +59,7 @@ def row_tiles(end_ptr, n0, offset, queries, keys, M: tl.constexpr, N: tl.constex
         masked = crossing + tl.where((full < queries) & (full >= whole), 1, 0)
         rest = full
     else:
+        # At `end_ptr` is, for each key, the first row from which documents and windows hide it.
         stop = tl.cdiv(tl.load(end_ptr + tl.minimum(n0 + N, keys) - 1), M) * M
         full = tl.load(end_ptr + n0) // M * M
         crossing = tl.maximum(tl.minimum(whole, stop) - first, 0) // M
@@ -79,12 +70,9 @@ def row_tiles(end_ptr, n0, offset, queries, keys, M: tl.constexpr, N: tl.constex
 
 @triton.jit
 def row_tile_at(tile, crossing, first, rest, end, M: tl.constexpr):
-    """Return the first row of a tile of M query rows that needs a mask.
-
-    `tile` is the tile's number among those that need a mask, counted from 0. `row_tiles` returned
-    `crossing`, `first` and `rest`. `end` is None without documents and windows. The second group of
-    these tiles then has at most one tile.
-    """
+    """Return the first row of one of the tiles that need a mask."""
+    # `tile` counts the tiles that need a mask. Without documents and windows (`end` is None), at
+    # most one of them begins at `rest` or later.
     if end is not None:
         rest += (tile - crossing) * M
     return tl.where(tile < crossing, first + tile * M, rest)
@@ -92,67 +80,47 @@ def row_tile_at(tile, crossing, first, rest, end, M: tl.constexpr):
 
 @triton.jit
 def open_decay(high_ptr, low_ptr, item, reference, keys):
-    """Return (high, low, high_r, low_r), which describe the decay of one head of one sequence.
-
-    The decay at a position, divided by scale, is stored as the sum of two fp32 numbers, a high and
-    a low part. `high` and `low` are pointers to the parts for the first position. `high_r` and
-    `low_r` are the values of the parts at `reference`.
-
-    Args:
-        item: The index of the head in the flattened dimension of sequences and heads.
-        reference: A position or a tensor of positions.
-    """
+    """Load what is needed to compute differences of the decay of one head."""
+    # Decay / scale is the sum of two fp32 vectors, high + low. `item` is the index of the head in
+    # the flattened dimension of sequences and heads. `reference` is a position, or a tensor of
+    # positions.
     high, low = high_ptr + item.to(tl.int64) * keys, low_ptr + item.to(tl.int64) * keys
     return high, low, tl.load(high + reference), tl.load(low + reference)
 
 
 @triton.jit
 def lost_at(decay, at):
-    """Return (c_j - c_r) / scale for the positions j in `at`, where c is the decay.
-
-    `decay` is the result of a call of `open_decay`, and r is the `reference` of that call.
-    """
+    """Return how much the decay lowers the logits of the keys at positions `at`."""
+    # (c_j - c_r) / scale for j in `at`, where r is the reference position of `open_decay`.
     return (tl.load(decay[0] + at) - decay[2]) + (tl.load(decay[1] + at) - decay[3])
 
 
 @triton.jit
 def lost(decay, first, limit, MASKED: tl.constexpr, N: tl.constexpr):
-    """Return (c_j - c_r) / scale for the N positions j from `first` on, where c is the decay.
-
-    `decay` is the result of a call of `open_decay`, and r is the `reference` of that call. With
-    MASKED, positions from `limit` on get the value of the last position before `limit`.
-    """
+    """Return how much the decay lowers the logits of N successive keys."""
+    # (c_j - c_r) / scale, where r is the reference position of `open_decay`.
     at = first + tl.arange(0, N)
     return lost_at(decay, tl.minimum(at, limit - 1) if MASKED else at)
 
 
 @triton.jit
 def load_clamped(base, first, limit, N: tl.constexpr):
-    """Load N entries of the vector at `base`, from index `first` on.
-
-    Indices from `limit` on are replaced by limit - 1.
-    """
+    """Load N successive entries of a vector. Indices from `limit` on become limit - 1."""
     return tl.load(base + tl.minimum(first + tl.arange(0, N), limit - 1))
 
 
 @triton.jit
 def lost_by(decay, reference):
-    """Return (c_j - c_r) / scale for a tile of positions j, where c is the decay.
-
-    `reference` is the position r. `decay` is the result of `open_decay` for the positions j.
-    """
+    """Return how much the decay lowers the logits of several keys for the query at `reference`."""
+    # (c_j - c_r) / scale for r = `reference`. `open_decay` got the positions j as its argument.
     high, low = tl.load(decay[0] + reference), tl.load(decay[1] + reference)
     return (decay[2] - high) + (decay[3] - low)
 
 
 @triton.jit
 def null_score(sink_ptr, decay, m0, offset, keys, M: tl.constexpr):
-    """Return the null key's logit, divided by scale, for each of the M query rows from `m0` on.
-
-    The null key is an additional key in each softmax. Its logit in row i is the sink minus c_i -
-    c_r, where c is the decay. `decay` is the result of a call of `open_decay`, and r is the
-    `reference` of that call. If there is no decay, `decay` is empty, and the logit is the sink.
-    """
+    """Return the logit of an attention sink for several query rows."""
+    # Divided by scale. For row i, the decay lowers the sink's logit by c_i - c_r.
     y = tl.zeros([M], dtype=tl.float32) + tl.load(sink_ptr)
     if len(decay):
         y -= lost(decay, offset + m0, keys, True, M)
@@ -160,12 +128,10 @@ def null_score(sink_ptr, decay, m0, offset, keys, M: tl.constexpr):
 
 
 def since_reference(decay_BHS: Tensor, offset: int) -> Tensor:
-    """Return c_i - c_r [batch, heads, queries] in fp32; row r is the reference of query row i.
-
-    `decay_BHS` is the decay c of each position. `offset` is the position of the first query.
-    """
+    """Return how much the decay changes within each block of query rows."""
     c_BHT = decay_BHS[:, :, offset:].double()
     rows = torch.arange(c_BHT.shape[-1], device=c_BHT.device)
+    # c_i - c_r in fp32. r is the first row of the block of `BLOCK` rows that contains i.
     return (c_BHT - c_BHT[:, :, rows // BLOCK.value * BLOCK.value]).float()
 
 
@@ -175,15 +141,14 @@ TENSORS = ("first", "end", "sink", "high", "low", "ddecay", "position")
 
 @dataclass(frozen=True)
 class Terms:
-    """The terms of an attention call beside the distance kernel. Each of them may be None.
+    """Optional inputs of an attention call.
 
     Attributes:
         first_BT: The first key that each query sees, [batch, queries] int32, contiguous.
-        sink_H: The logit of each head's null key, an additional key of each softmax with the value
-            0.
-        decay_BHS: The decay c of each position, in fp64 or fp32. c_i - c_j is added to the logit of
-            query i and key j.
-        position_BT: The position of each query in its document, int32, contiguous.
+        sink_H: The logit of each head's attention sink.
+        decay_BHS: The decay c of each position [batch, heads, keys], in fp64 or fp32. c_i - c_j is
+            added to the logit of query i and key j.
+        position_BT: The position of each query in its document, [batch, queries] int32, contiguous.
     """
 
     first_BT: Tensor | None = None
@@ -193,69 +158,58 @@ class Terms:
 
     @property
     def cost_registers(self) -> bool:
-        """Whether the call has a term for which a Triton kernel needs many registers.
-
-        All terms but `position_BT` need many.
-        """
+        """Whether a Triton kernel needs many registers for these inputs."""
+        # `position_BT` needs few.
         return not (self.first_BT is None and self.sink_H is None and self.decay_BHS is None)
 
     def tensors(self, scale: float) -> dict[str, Tensor]:
-        """Return the tensors that the Triton kernels read for the call's terms, as a dict by name.
-
-        The sink and the decay are divided by `scale`. The tensors that `of_keys` returns are left
-        out.
-        """
+        """Return a dict of the tensors that all Triton kernels read for these inputs."""
         given = {"first": self.first_BT, "position": self.position_BT}
         found = {name: x for name, x in given.items() if x is not None}
         if self.sink_H is not None:
             found["sink"] = (self.sink_H.float() / scale).contiguous()
         if self.decay_BHS is not None:
             scaled = self.decay_BHS.contiguous().double() / scale
+            # Decay / scale is the sum of two fp32 parts.
             found["high"] = scaled.float()
             found["low"] = (scaled - found["high"]).float()
         return found
 
     def of_keys(self, keys: int) -> dict[str, Tensor]:
-        """Return the tensors that only the Triton kernel `key_pass` uses, as a dict by name.
-
-        If documents or a window hide keys, `end` [batch, keys] holds one row index for each key.
-        This is the first query row from which documents or the window hide the key, or the number
-        of queries if there is no such row.
-
-        If there is a decay, `ddecay` is a new tensor. `key_pass` writes the gradient of the decay
-        into it.
+        """Return a dict of the tensors that are needed for the gradients of the keys.
 
         Args:
-            keys: The number of keys, which is the length of `end`.
+            keys: The number of keys.
         """
         found = {}
         if self.first_BT is not None:
             key = torch.arange(keys, dtype=torch.int32, device=self.first_BT.device)
             key = key.expand(len(self.first_BT), -1).contiguous()
+            # For each key, the first query row from which documents or a window hide it. If no
+            # row is hidden, the number of queries.
             found["end"] = torch.searchsorted(self.first_BT, key, right=True, out_int32=True)
         if self.decay_BHS is not None:
             shape, device = self.decay_BHS.shape, self.decay_BHS.device
+            # `key_pass` writes the gradient of the decay into it.
             found["ddecay"] = torch.empty(shape, dtype=torch.float32, device=device)
         return found
 
     def gradients(
         self, lse_BHT: Tensor, delta_BHT: Tensor, ddecay_BHS: Tensor | None, offset: int
     ) -> tuple[Tensor | None, Tensor | None]:
-        """Return the gradients of the sink and of the decay, or None for an absent term.
-
-        For each query, p is the softmax weight of the null key, and delta is the sum of grad_out *
-        out over the head size. (grad_out is the gradient of the output `out`.) The gradient of the
-        null key's logit is -p delta. The sum of these gradients over all queries is the sink's
-        gradient. The null key's logit is the sink minus the decay at the query's position (see
-        `null_score`). Therefore p delta is added to the decay's gradient at this position.
+        """Return the gradients of the sink and of the decay, or None for an absent input.
 
         Args:
-            ddecay_BHS: The decay's gradient without the contributions of null keys. These
-                contributions, p delta of each query, are added in place.
-            offset: The position of the first query. The first key has the position 0.
+            lse_BHT: The log-sum-exp of each softmax, to base 2.
+            delta_BHT: The dot product of each query's output and this output's gradient.
+            ddecay_BHS: The decay's gradient without the sink's part, which is added in place.
+            offset: The position of the first query.
         """
         if self.sink_H is None:
             return None, ddecay_BHS
+        # The gradient of the sink's logit is -p delta for each query, where p is its softmax
+        # weight. The logit is the sink minus the decay at the query's position, so p delta is
+        # added to ddecay there.
         null_BHT = self.sink_H.float()[:, None]
         if self.decay_BHS is not None:
             null_BHT = null_BHT - since_reference(self.decay_BHS, offset)

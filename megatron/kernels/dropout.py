@@ -1,28 +1,20 @@
 """Define the dropout mask of the Triton kernels."""
 
-from __future__ import annotations
-
 import triton
 import triton.language as tl
 
 
 @triton.jit
 def kept(seed, item, query, key, threshold, M: tl.constexpr, N: tl.constexpr):
-    """Return the dropout mask of M queries and N keys, [M, N].
-
-    The queries start at `query`, and the keys start at `key`, which must be a multiple of 4. An
-    entry is true if the query's softmax weight for the key is kept. This has the probability
-    `threshold` / 2^24.
-
-    The random generator is Philox in counter mode. The random bits of a score depend only on the
-    seed, on the sequence and head (`item`), on the query and on the key. They do not depend on the
-    tile sizes, so every Triton kernel draws the same mask. One call of the generator serves four
-    keys.
-    """
+    """Return the dropout mask of a tile of scores, true for each weight that is kept."""
+    # Philox in counter mode, with the key, the query and the pair (sequence, head) as counters.
+    # So every Triton kernel draws the same mask, whatever its tile sizes. One call yields bits
+    # for four keys, so `key` must be a multiple of 4.
     counter_query = tl.broadcast_to((query + tl.arange(0, M))[:, None], (M, N // 4))
     counter_key = tl.broadcast_to((key // 4 + tl.arange(0, N // 4))[None, :], (M, N // 4))
     counter_item = tl.zeros_like(counter_key) + item
     none = tl.zeros_like(counter_key)
     a, b, c, d = tl.philox(seed, counter_key, counter_query, counter_item, none)
     bits = tl.join(tl.join(a, c), tl.join(b, d)).reshape(M, N)
+    # A weight is kept with the probability threshold / 2^24.
     return (bits >> 8).to(tl.int32) < threshold

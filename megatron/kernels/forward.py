@@ -20,8 +20,6 @@ Legend: B batch, H heads, T queries, S keys, E head size, P padded head size, M 
 tile. Arguments whose names start with `f_` are the device functions of the distance kernel.
 """
 
-from __future__ import annotations
-
 import triton
 import triton.language as tl
 
@@ -31,6 +29,7 @@ from megatron.kernels.dropout import kept
 from megatron.kernels.rows import (
     LOST,
     ends_of,
+    kernel,
     key_tile_at,
     logits_of,
     open_head,
@@ -45,23 +44,19 @@ def forward_tile(
     f_evaluate: tl.constexpr, DROPOUT: tl.constexpr, MASKED: tl.constexpr,
     M: tl.constexpr, N: tl.constexpr, E: tl.constexpr, P: tl.constexpr,
 ):  # fmt: skip
-    """Add a tile of N keys to the running softmax of M query rows.
-
-    Return the new (top, total, acc). Let y be a logit divided by scale. For each row, `top` is the
-    largest y so far. The numerator of a key's softmax weight is 2^(c (y - top)), where c is scale
-    log2 e. `total` is the sum of the numerators so far. `acc` is the sum of the values v, each
-    multiplied by its numerator, or by 0 if the key is dropped. Where `top` rises, the earlier sums
-    are multiplied by 2^(c (old top - new top)).
-    """
+    """Add a tile of keys to the online softmax of several query rows."""
     k = load_rows(head.k, n0, head.keys, head.k_t, MASKED, N, E, P)
     s = tl.dot(q, tl.trans(k), input_precision="ieee")
     _, y, mask = logits_of(s, head, terms, m0, n0, f_evaluate, k.dtype != tl.float32, MASKED, M, N)
     if MASKED:
         y = tl.where(mask, y, -float("inf"))
+    # y is a logit divided by scale, and `top` the largest y of each row so far.
     new_top = tl.maximum(top, tl.max(y, axis=1))
     p = ex2(y * head.c - (new_top * head.c)[:, None])
     shrink = ex2((top - new_top) * head.c)
+    # The sum of the softmax numerators 2^(c (y - top)), with c = scale log2 e.
     total = total * shrink + tl.sum(p, axis=1)
+    # The sum of the values v, each multiplied by its numerator.
     acc = acc * shrink[:, None]
     if DROPOUT:
         p = tl.where(kept(head.seed, head.item, m0, n0, head.threshold, M, N), p, 0.0)
@@ -70,10 +65,7 @@ def forward_tile(
     return new_top, total, acc
 
 
-@triton.jit(
-    do_not_specialize=["heads", "queries", "keys", "offset", "width", "threshold"],
-    do_not_specialize_on_alignment=["group"],
-)
+@kernel
 def forward_pass(
     q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, theta_ptr, seed_ptr,
     first_ptr, sink_ptr, high_ptr, low_ptr, position_ptr, lost_ptr,
@@ -83,12 +75,9 @@ def forward_pass(
     DROPOUT: tl.constexpr,
     M: tl.constexpr, N: tl.constexpr, E: tl.constexpr, P: tl.constexpr,
 ):  # fmt: skip
-    """Compute the attention output, `lse` and `lost`.
-
-    Each program handles M query rows of one head. It visits the keys that these rows see, N at a
-    time. `lse` is the logarithm to base 2 of each row's softmax denominator. `lost` is what the
-    output lost when it was rounded. It has the output's strides. The backward pass needs both.
-    """
+    """Compute the attention output, and what the backward pass needs of it."""
+    # Each program handles M query rows of one head, and visits the keys that they see, N at a
+    # time.
     tiles = tl.cdiv(queries, M)
     item, m0 = open_rows(tiles, M)
     head = open_head(

@@ -16,8 +16,6 @@ Autograd propagates them to w, b and v. `hidden_pass` needs the delta that `quer
 Legend: see `backward`. K hidden units, R the smallest power of two above K.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch
@@ -26,21 +24,18 @@ import triton.language as tl
 from torch import Tensor
 
 from megatron.kernels.device import load_rows
-from megatron.kernels.rows import gradients_of, open_head, open_rows, seen_by
+from megatron.kernels.rows import gradients_of, kernel, open_head, open_rows, seen_by
 
 
 @dataclass(frozen=True)
 class Layer:
-    """A layer of hidden units, sum_k v_k relu(w_k u + b_k), in the bias of a distance kernel.
+    """A hidden layer of ReLU units, as a bias of the logits: sum_k v_k relu(w_k u + b_k).
 
-    The sum is piecewise linear in u. Knees are the inputs u at which the slope changes. Between
-    neighbouring knees, the sum is a line, slope * u + offset. Theta holds the distance kernel's
-    parameters, among them all w, b and v. The Triton kernels read one row of numbers for each head:
-    first the columns of theta, then the layer's knees, slopes and offsets.
+    u is a number for each logit, such as the query-key distance. The sum is piecewise linear in u.
 
     Attributes:
-        first: The number of columns of theta, which is also the index of the first knee in the row.
-        columns: Three tuples of indices of columns of theta: those of w, of b and of v.
+        first: The number of the embedding's parameters per head.
+        columns: The indices of all w, of all b and of all v among these parameters.
     """
 
     first: int
@@ -48,12 +43,12 @@ class Layer:
 
     @property
     def width(self) -> int:
-        """The number K of hidden units."""
+        """The number of hidden units."""
         return len(self.columns[0])
 
     @property
     def others(self) -> list[int]:
-        """The indices of the columns of theta that are not parameters of the layer."""
+        """The indices of the embedding's parameters that do not belong to the layer."""
         return [n for n in range(self.first) if all(n not in each for each in self.columns)]
 
     @property
@@ -61,42 +56,33 @@ class Layer:
         return 1 << self.width.bit_length()
 
     def gradient(self, sums_H2R: Tensor, width: int) -> Tensor:
-        """Return the gradient [heads, `width`] of the numbers that the kernels read for each head.
-
-        The gradients of the layer's slopes and offsets come from `sums_H2R`. The gradients of all
-        other numbers are set to 0.
+        """Return the gradient of all numbers that a Triton kernel loads for each head.
 
         Args:
-            sums_H2R: The sums that `hidden_pass` has written, added up for each head. Row 0 of a
-                head holds the gradients of the offsets, and row 1 those of the slopes.
-            width: How many numbers the kernels read for a head (not the number of hidden units).
+            sums_H2R: The gradients of the offsets and of the slopes of the layer's linear pieces.
+            width: The number of numbers for each head.
         """
         offsets_HM, slopes_HM = sums_H2R[..., : self.width + 1].unbind(1)
+        # The columns of theta and the knees, which get no gradient here.
         before = sums_H2R.new_zeros(len(sums_H2R), width - 2 * (self.width + 1))
         return torch.cat((before, slopes_HM, offsets_HM), dim=1)
 
 
 @triton.jit
 def knees_within(u, knees, K: tl.constexpr):
-    """Return (begin, end). The knees begin ... end - 1 lie between the smallest and the largest u.
-
-    u is a tile of inputs of a layer of hidden units. `knees` points to the K inputs, in rising
-    order, at which the slope of the layer changes.
-    """
+    """Return which inputs at which the slope of the layer changes are within the range of u."""
     R: tl.constexpr = triton.next_power_of_2(K)
     k = tl.arange(0, R)
     at = tl.load(knees + k, mask=k < K, other=float("inf"))
     lowest, highest = tl.min(u), tl.max(u)
+    # The knees begin ... end - 1, where (begin, end) is the result.
     return tl.sum((at < lowest).to(tl.int32)), tl.sum((at < highest).to(tl.int32))
 
 
 @triton.jit
 def hidden_layer(u, row, first: tl.constexpr, K: tl.constexpr):
-    """Return the output f(u) of a layer of hidden units for a tile of inputs u.
-
-    The argument `row` points to the numbers of one head: the columns of theta, then the knees, the
-    slopes and the offsets of the layer. The number of columns is `first`, and that of knees is K.
-    """
+    """Return the output of a hidden layer of ReLU units for a tile of inputs u."""
+    # `row` points to `first` columns of theta, then the layer's knees, slopes and offsets.
     knees, slopes, offsets = row + first, row + first + K, row + first + 2 * K + 1
     within = knees_within(u, knees, K)
     begin, end = within[0], within[1]
@@ -110,10 +96,7 @@ def hidden_layer(u, row, first: tl.constexpr, K: tl.constexpr):
 
 @triton.jit
 def hidden_slope(u, row, first: tl.constexpr, K: tl.constexpr):
-    """Return the derivative of `hidden_layer` with respect to u, for a tile of inputs u.
-
-    The arguments are those of `hidden_layer`.
-    """
+    """Return the derivative of a hidden layer of ReLU units, for a tile of inputs u."""
     knees, slopes = row + first, row + first + K
     within = knees_within(u, knees, K)
     begin, end = within[0], within[1]
@@ -126,15 +109,10 @@ def hidden_slope(u, row, first: tl.constexpr, K: tl.constexpr):
 
 @triton.jit
 def add_by_line(sums, slopes, u, ds, knees, K: tl.constexpr, R: tl.constexpr):
-    """Add the gradients from a tile to `sums` and `slopes`, and return both.
-
-    A layer of hidden units is piecewise linear: between the knees m - 1 and m, it is the line
-    m, a_m * u + c_m. `sums` [R] holds the gradients of all c_m, and `slopes` [R] those of all a_m.
-
-    Args:
-        u: A tile of the layer's inputs.
-        ds: The gradients of the layer's outputs at `u`.
-    """
+    """Add a tile to the gradients of the linear pieces of a piecewise linear function of u."""
+    # Between the knees m - 1 and m, the layer is the line a_m * u + c_m. `sums` [R] contains the
+    # gradients of all c_m, and `slopes` [R] the gradients of all a_m. `ds` are the gradients at
+    # `u`.
     line = tl.arange(0, R)
     within = knees_within(u, knees, K)
     begin, end = within[0], within[1]
@@ -149,10 +127,7 @@ def add_by_line(sums, slopes, u, ds, knees, K: tl.constexpr, R: tl.constexpr):
     return sums + tl.where(line == end, rest, 0.0), slopes + tl.where(line == end, rest_u, 0.0)
 
 
-@triton.jit(
-    do_not_specialize=["heads", "queries", "keys", "offset", "width", "threshold"],
-    do_not_specialize_on_alignment=["group"],
-)
+@kernel
 def hidden_pass(
     q_ptr, k_ptr, v_ptr, do_ptr, sums_ptr, lse_ptr, delta_ptr, theta_ptr, seed_ptr,
     first_ptr, high_ptr, low_ptr, position_ptr,
@@ -161,17 +136,9 @@ def hidden_pass(
     f_prepare: tl.constexpr, f_evaluate: tl.constexpr, FIRST: tl.constexpr, K: tl.constexpr,
     DROPOUT: tl.constexpr, M: tl.constexpr, N: tl.constexpr, E: tl.constexpr, P: tl.constexpr,
 ):  # fmt: skip
-    """Compute the gradients of the slopes and offsets of a layer of K hidden units.
-
-    The layer is piecewise linear in its input u. It has K knees, at which the slope changes, and
-    therefore K + 1 lines, slope * u + offset. The gradient of a line's offset is the sum of ds over
-    the scores whose u lies on the line, where ds is the gradient of a logit. The gradient of the
-    slope is the sum of ds u over the same scores.
-
-    Each program handles M query rows of one head. It writes its sums for the offsets, and then
-    those for the slopes, to its part of the tensor [programs, 2, R] at `sums_ptr`. R is the least
-    power of 2 above K.
-    """
+    """Compute the gradients of a hidden layer of ReLU units."""
+    # Each program handles M query rows of one head. It writes two rows of the tensor [programs,
+    # 2, R] at `sums_ptr`: its sums for the offsets, then those for the slopes.
     tiles = tl.cdiv(queries, M)
     item, m0 = open_rows(tiles, M)
     head = open_head(

@@ -5,8 +5,6 @@ per head that describe the distance kernel, a bias or factor that depends only o
 distance. These numbers are the parameters theta, or a table over distances (see `tabulated`).
 """
 
-from __future__ import annotations
-
 import contextlib
 from collections import Counter
 from dataclasses import dataclass
@@ -39,15 +37,15 @@ time (9 microseconds, predicted for an H100 and head size 128) than the host nee
 
 @dataclass(frozen=True)
 class Setting:
-    """The parameters of an attention call that are not tensors.
+    """The arguments of an attention call that are not tensors.
 
     Attributes:
-        functions: The device functions of the distance kernel.
-        scale: The factor of the query-key products, > 0.
+        functions: The device functions that compute the positional embedding.
+        scale: The positive number that multiplies the query-key products.
         query_offset: The position of the first query.
         dropout_p: The probability of dropping a softmax weight.
-        tile_sizes: The tile sizes, or None for those in `tile_sizes.TABLE`.
-        backward: Whether a backward pass may follow, so that the forward pass must keep `lost`.
+        tile_sizes: The tile sizes of the Triton kernels. None means the defaults for the GPU.
+        backward: Whether a backward pass may follow.
     """
 
     functions: DeviceFunctions
@@ -58,7 +56,7 @@ class Setting:
     backward: bool = True
 
     def tiles(self, q_BHTE: Tensor, terms: Terms = NO_TERMS) -> TileSizes:
-        """Return the tile sizes of all Triton kernels for a call with these queries and terms."""
+        """Return the tile sizes of all Triton kernels for an attention call with these inputs."""
         if self.tile_sizes is not None:
             return self.tile_sizes
         capability = capability_of(q_BHTE.device) if q_BHTE.is_cuda else (0, 0)
@@ -66,7 +64,7 @@ class Setting:
         return choose(capability, q_BHTE.dtype, q_BHTE.shape[-1], needs)
 
     def numbers(self, q_BHTE: Tensor, k_BKSE: Tensor, rows_HW: Tensor) -> tuple[int | float, ...]:
-        """Return the numeric arguments that all Triton kernels share, in the order of `NUMBERS`."""
+        """Return the numeric arguments that all Triton kernels share, in order."""
         heads, queries = q_BHTE.shape[1:3]
         key_heads, keys = k_BKSE.shape[1:3]
         keep = 1.0 - self.dropout_p
@@ -81,20 +79,16 @@ def capability_of(device: torch.device) -> tuple[int, int]:
 
 
 def rows_contiguous(x: Tensor) -> Tensor:
-    """Return `x` if the Triton kernels can address it, otherwise a contiguous copy.
-
-    They can if the last dimension is contiguous and offsets within a tile fit into 32 bits. The
-    strides of sequences and heads are arbitrary.
-    """
+    """Return x if the Triton kernels can read it in place, otherwise a contiguous copy."""
+    # The last dimension must be contiguous, and offsets within a tile must fit into 32 bits. The
+    # strides of sequences and heads are arbitrary.
     return x if x.stride(-1) == 1 and x.stride(2) < 1 << 23 else x.contiguous()
 
 
 def empty_like_heads(x_BHTE: Tensor) -> Tensor:
-    """Return an empty tensor with the shape [batch, heads, queries, head size] of `x_BHTE`.
-
-    In memory, queries come before heads, because the model's next layer needs this order.
-    """
+    """Return an uninitialised tensor with the shape of the argument."""
     batch, heads, length, size = x_BHTE.shape
+    # Queries come before heads in memory, because the model's next layer needs this order.
     return x_BHTE.new_empty(batch, length, heads, size).transpose(1, 2)
 
 
@@ -105,12 +99,13 @@ def launch(
     """Launch a Triton kernel on the tensors' device, which need not be the current device.
 
     Args:
-        which: The Triton kernel, a key of `compiled_variants.PASSES`.
-        programs: The number of programs, which run the Triton kernel in parallel.
-        parts: The number of parts of `key_pass`, each of which has so many programs.
-        need_theta: Whether the gradient of the distance kernel's parameters or table is needed.
-        tensors: Maps names to tensors. For example, the tensor `q` provides the Triton kernel's
-            arguments `q_ptr`, `q_b`, `q_h` and `q_t`.
+        which: The name of the Triton kernel.
+        programs: The size of the first dimension of Triton's grid.
+        tile: The tile sizes of the Triton kernel.
+        setting: The arguments of the attention call.
+        tensors: The tensors by name. For example, `q` becomes the argument `q_ptr`.
+        need_theta: Whether the embedding's parameters need a gradient.
+        parts: The size of the second dimension of Triton's grid.
     """
     LAUNCHES[which] += 1
     q = tensors["q"]
@@ -138,17 +133,25 @@ def forward(
     q_BHTE: Tensor, k_BKSE: Tensor, v_BKSE: Tensor,
     rows_HW: Tensor, seed: Tensor | None, setting: Setting, terms: Terms = NO_TERMS,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Return the attention output, and `lse` and `lost` for the backward pass.
+    """Return (output, lse, lost). The backward pass needs all three.
 
-    The output is [batch, heads, queries, head size] in q's dtype. `lse` [batch, heads, queries]
-    holds the softmax's denominators, as logarithms to base 2 in fp32. `lost` is what the output
-    lost when it was rounded to 16 bits (see `kernels.forward`), with the shape and strides of the
-    output. It is empty if the output is fp32, or if no backward pass follows. `rows_HW` has one row
-    of numbers per head: the distance kernel's parameters or a table over distances.
+    - The output is [batch, heads, queries, head size] in q's dtype.
+    - `lse` [batch, heads, queries] is the log-sum-exp of each softmax to base 2, in fp32.
+    - `lost` is the rounding error of the output. It is empty if the backward pass does not need it.
+
+    Args:
+        q_BHTE: The queries [batch, heads, queries, head size].
+        k_BKSE, v_BKSE: The keys and the values [batch, key heads, keys, head size].
+        rows_HW: The embedding's parameters, one row for each head. Some embeddings are given as a
+            table over query-key distances instead.
+        seed: The seed of dropout. None without dropout.
+        setting: The arguments that are not tensors.
+        terms: Optional inputs, such as an attention sink.
     """
     q, k, v = (rows_contiguous(x) for x in (q_BHTE, k_BKSE, v_BKSE))
     batch, heads, queries = q.shape[:3]
     out, keeps = empty_like_heads(q), setting.backward and q.dtype != torch.float32
+    # In the output's shape and strides. Empty if the output is fp32, or without a backward pass.
     lost = empty_like_heads(q if keeps else q[:0])
     lse = q.new_empty(batch, heads, queries, dtype=torch.float32)
     tensors = {"q": q, "k": k, "v": v, "out": out, "lse": lse, "theta": rows_HW}
@@ -163,14 +166,14 @@ def forward(
 
 
 def divides_keys(q: Tensor, k: Tensor, setting: Setting, terms: Terms) -> bool:
-    """Return whether the keys are divided into parts, because few query rows see many keys."""
+    """Return whether to divide the keys into parts, because few query rows see many keys."""
     few = q.shape[1] * q.shape[2] <= FEW * k.shape[1] and k.shape[2] > MANY
     other = terms.decay_BHS is not None or setting.functions.layer is not None
     return few and not (other or setting.backward or setting.dropout_p)
 
 
 def decode(tensors: dict[str, Tensor], setting: Setting) -> None:
-    """Compute `out` and `lse` by the Triton kernels in `decode`, given the tensors of `forward`."""
+    """Compute attention in parts of the keys, and write the results into `tensors`."""
     q, k = tensors["q"], tensors["k"]
     batch, heads, queries, size = q.shape
     parts, rows = cdiv(k.shape[2], CHUNK.value), heads // k.shape[1] * queries
@@ -186,11 +189,20 @@ def backward(
     lse_BHT: Tensor, lost_BHTE: Tensor, rows_HW: Tensor, seed: Tensor | None, setting: Setting,
     need_rows: bool, terms: Terms = NO_TERMS,
 ) -> tuple[Tensor | None, ...]:  # fmt: skip
-    """Return the gradients of q, k, v and `rows_HW`, and of the sink and the decay in `terms`.
+    """Return the gradients of q, k, v, `rows_HW`, the sink and the decay.
 
-    `rows_HW` has one row of numbers per head: the distance kernel's parameters or a table over
-    distances. The gradients of q, k and v have the inputs' dtype. The gradient of `rows_HW` is
-    fp32, or None if `need_rows` is false.
+    The gradients of q, k and v have the inputs' dtype. All others are fp32. The gradient of an
+    absent input is None.
+
+    Args:
+        grad_BHTE: The gradient of the output [batch, heads, queries, head size].
+        q_BHTE, k_BKSE, v_BKSE: The inputs of `forward`.
+        out_BHTE, lse_BHT, lost_BHTE: The results of `forward`.
+        rows_HW: The embedding's parameters or table, as in `forward`.
+        seed: The seed of dropout. None without dropout.
+        setting: The arguments that are not tensors.
+        need_rows: Whether to compute the gradient of `rows_HW`.
+        terms: Optional inputs, among them the sink and the decay.
     """
     q, k, v, grad = (rows_contiguous(x) for x in (q_BHTE, k_BKSE, v_BKSE, grad_BHTE))
     functions = setting.functions
@@ -221,12 +233,7 @@ def backward(
 def key_gradients(
     setting: Setting, tile: Tile, tensors: dict[str, Tensor], terms: Terms
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Return the gradients of k, v and the decay. The last one is None without a decay.
-
-    Args:
-        tile: The tile sizes of the Triton kernel `key`.
-        tensors: The tensors that all Triton kernels of the backward pass share.
-    """
+    """Return the gradients of the keys, the values and the decay."""
     k = tensors["k"]
     batch, key_heads, keys, size = k.shape
     programs, group = batch * key_heads * cdiv(keys, tile.N), tensors["q"].shape[1] // key_heads
@@ -244,11 +251,8 @@ def key_gradients(
 
 
 def parts_of(group: int, programs: int) -> int:
-    """Return into how many equal parts `key_pass` divides the `group` query heads of a key head.
-
-    Each part has as many programs as `programs`. It is the smallest number with which the programs
-    fill a GPU, or else the largest.
-    """
+    """Return into how many parts to divide the query heads that share a key head."""
+    # Equal parts. Each has `programs` programs, which should together fill a GPU.
     numbers = [n for n in range(1, group + 1) if group % n == 0]
     return next((n for n in numbers if n * programs >= FILL), group)
 
@@ -256,35 +260,22 @@ def parts_of(group: int, programs: int) -> int:
 def hidden_gradient(
     setting: Setting, tile: Tile, tensors: dict[str, Tensor], layer: Layer, plain_HN: Tensor
 ) -> Tensor:
-    """Return the gradient of the numbers that the Triton kernels read, [heads, numbers per head].
-
-    The bias of the distance kernel contains a layer of hidden units, which `layer` describes. The
-    numbers of a head are the distance kernel's parameters (the columns of theta), and then the
-    knees, slopes and offsets of the layer.
-
-    Args:
-        tile: The tile sizes of the Triton kernel `hidden`.
-        tensors: The tensors that all Triton kernels of the backward pass share.
-        plain_HN: The gradient of the columns of theta that are not parameters of the layer.
-    """
+    """Return the gradient of the parameters of an embedding with a layer of hidden units."""
     q, rows_HW = tensors["q"], tensors["theta"]
     heads = q.shape[1]
     programs = len(q) * heads * cdiv(q.shape[2], tile.M)
     sums = tensors["lse"].new_empty(programs, 2, layer.padded)
     launch("hidden", programs, tile, setting, tensors | {"sums": sums})
     by_head = sums.view(len(q), heads, -1, 2, layer.padded).sum((0, 2))
+    # [heads, the columns of theta, then the layer's knees, slopes and offsets]
     drows_HW = layer.gradient(by_head, rows_HW.shape[1])
+    # The gradient of the columns of theta that are not parameters of the layer.
     drows_HW[:, layer.others] = plain_HN
     return drows_HW
 
 
 def table_gradient(setting: Setting, tile: Tile, tensors: dict[str, Tensor]) -> Tensor:
-    """Return the gradient of the table over distances, [heads, entries per head].
-
-    Args:
-        tile: The tile sizes of the Triton kernel `table`.
-        tensors: The tensors that all Triton kernels of the backward pass share.
-    """
+    """Return the gradient of an embedding that is given as a table over query-key distances."""
     q, rows_HW = tensors["q"], tensors["theta"]
     functions = setting.functions
     batch, heads, queries = q.shape[:3]

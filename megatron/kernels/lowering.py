@@ -4,8 +4,6 @@ Logarithms, exponentials and general powers become `lg2` (log2 x) and `ex2` (2^x
 refused if 2^(y log2 x) would be wrong for some theta.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from contextlib import suppress
@@ -23,7 +21,7 @@ FAR = 1e6  # the largest distance, and the largest number of theta where it has 
 
 
 class select(sympy.Function):
-    """Sympy function of (x, y, a, b): a if x < y, and b otherwise."""
+    """Sympy function select(x, y, a, b): a if x < y, and b otherwise."""
 
     nargs, is_real = 4, True
 
@@ -40,10 +38,7 @@ class select(sympy.Function):
 
 
 class larger(sympy.Function):
-    """Sympy function max(x, y) of (x, y, t).
-
-    Where x = y, its derivative is t times that of x plus 1 - t times that of y.
-    """
+    """Sympy function larger(x, y, t) = max(x, y). Where x = y, t weighs the two derivatives."""
 
     nargs, is_real = 3, True
 
@@ -57,19 +52,17 @@ class larger(sympy.Function):
 
     def fdiff(self, argindex: int = 1) -> Any:
         x, y, t = self.args
+        # Where x = y: t times the derivative of x, plus 1 - t times the derivative of y.
         of_x: Any = select(y, x, 1, select(x, y, 0, t))
         return of_x if argindex == 1 else 1 - of_x
 
 
 class hidden_slope(sympy.Function):
-    """Sympy function: the derivative of `hidden_layer` with respect to u, its first argument.
-
-    The arguments are those of `hidden_layer`.
-    """
+    """Sympy function: the derivative of a hidden layer of ReLU units."""
 
 
 class hidden_layer(sympy.Function):
-    """Sympy function sum_k v_k relu(w_k u + b_k) of the arguments u, all w, all b and all v."""
+    """Sympy function sum_k v_k relu(w_k u + b_k). The arguments are u, all w, all b, all v."""
 
     @property
     def columns(self) -> tuple[tuple[Any, ...], ...]:
@@ -84,18 +77,15 @@ class hidden_layer(sympy.Function):
 
 
 class NotExpressible(ValueError):
-    """A distance kernel contains a function or a power that the generated code cannot compute.
-
-    A power is refused if the generated code would compute it wrongly for some theta. The error
-    message names the function or the power.
-    """
+    """The formula of a positional embedding has a part that the generated code cannot compute."""
 
 
 def lower(expr: Any, d: sympy.Symbol, known: Bounds) -> sympy.Expr:
-    """Return `expr` with log, exp and powers rewritten by the functions that a GPU has.
+    """Rewrite an expression with functions that a GPU has, such as log2 and 2^x.
 
-    Logarithms become `lg2` (log2 x). Exponentials become `ex2` (2^x), and so do powers that
-    `direct` does not accept. `d` is the symbol of the distance. `known` has the bounds of symbols.
+    Args:
+        d: The symbol of the query-key distance.
+        known: The smallest and the largest value of each symbol.
     """
     if not expr.args:
         return expr
@@ -113,14 +103,14 @@ def lower(expr: Any, d: sympy.Symbol, known: Bounds) -> sympy.Expr:
 
 
 def layers(expr: sympy.Expr, theta: tuple[sympy.Symbol, ...]) -> tuple | None:
-    """Find the layer of hidden units, sum_k v_k relu(w_k u + b_k), in the expression `expr`.
+    """Find a hidden layer, sum_k v_k relu(w_k u + b_k), in an expression.
 
     Returns:
-        The input u and three tuples of indices in theta: those of all w, of all b and of all v. The
-        result is None if there is no layer.
+        None if there is no layer. Otherwise u, and the indices in `theta` of all w, of all b and of
+            all v.
 
     Raises:
-        NotExpressible: There are several layers, or `expr` uses a w, b or v outside of the layer.
+        NotExpressible: There are several layers, or a w, b or v also occurs outside of the layer.
     """
     found = list(expr.atoms(hidden_layer))
     if not found:
@@ -140,9 +130,10 @@ RISING: dict[type, Callable[..., float]] = {
 
 
 def bounds_of(expr: Any, known: Bounds) -> tuple[float, float]:
-    """Return two numbers between which `expr` lies, or infinities where no bound is found.
+    """Return a lower and an upper bound of an expression, which may be infinite.
 
-    The bounds of the symbols are `known`. An unknown symbol is at most FAR in size.
+    Args:
+        known: The smallest and the largest value of each symbol.
     """
     if expr.is_number:
         return float(expr), float(expr)
@@ -157,31 +148,24 @@ def bounds_of(expr: Any, known: Bounds) -> tuple[float, float]:
 
 
 def paired(expr: Any, known: Bounds) -> bool:
-    """Return whether 1 / `expr` may be computed by `rcp`, which multiplies neighbouring numbers.
-
-    It may if `expr` is surely between 1e-19 and 1e19 in size. Otherwise the product of two numbers
-    could overflow, and `rcp_any` takes each number by itself.
-    """
+    """Return whether the generated code may compute 1 / expr by a fast function."""
     low, high = bounds_of(expr, known)
+    # `rcp` multiplies two neighbouring numbers of a tile, and the product must not overflow.
     return (low > 1e-19 and high < 1e19) or (low > -1e19 and high < -1e-19)
 
 
 def confirm_power(power: sympy.Pow, d: sympy.Symbol, known: Bounds) -> None:
-    """Check that the generated code computes a power x^y correctly for every theta and distance d.
+    """Check that the generated code computes a power correctly for all values of its symbols.
 
-    The code computes the power as 2^(y log2 x), unless `direct` accepts y. One of these conditions
-    must hold:
-
-    - `direct` accepts y;
-    - x is always positive;
-    - y is a number, and x is never negative;
-    - y > 0, x depends only on d, and x is 0 only at d = 0.
-
-    If x may be 0 at d = 0, the generated code replaces log2 0 by a finite number.
+    Args:
+        d: The symbol of the query-key distance.
+        known: The smallest and the largest value of each symbol.
 
     Raises:
-        NotExpressible: None of the conditions holds.
+        NotExpressible: The code may compute the power wrongly.
     """
+    # The code computes x^y as 2^(y log2 x), or by products, roots and reciprocals (`direct`). For
+    # x = 0 at d = 0, it replaces log2 0 by a finite number.
     base, exponent = power.args
     low, _ = bounds_of(base, known)
     if exponent.is_number:
@@ -201,15 +185,8 @@ def direct(exponent: sympy.Expr) -> bool:
 
 
 def log2(arg: sympy.Expr, lowered: sympy.Expr, d: sympy.Symbol) -> sympy.Expr:
-    """Return the logarithm of `lowered` to base 2, as an expression.
-
-    If the value of `arg` at the distance d = 0 may be 0 but not negative, the logarithm of 0 is
-    replaced by a finite number.
-
-    Args:
-        arg: The expression before `lower` has rewritten it.
-        lowered: The same expression after `lower` has rewritten it.
-    """
+    """Return an expression of the logarithm to base 2."""
+    # `lowered` is `arg` after `lower` has rewritten it.
     near = arg.subs(d, 0)  # not guarded if it may be negative, because NaN must be visible
     guarded = near.is_nonnegative and not near.is_positive
     return (LG2_OR_FINITE if guarded else LG2)(lowered)

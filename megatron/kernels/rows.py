@@ -6,8 +6,6 @@ visits the keys that these rows see, N at a time. `table_pass` visits tiles of o
 Legend: see `forward`.
 """
 
-from __future__ import annotations
-
 from collections import namedtuple
 
 import triton
@@ -31,6 +29,13 @@ of the key head, whose rows are `k_t` and `v_t` apart. `constants` is what `f_pr
 c is scale log2 e. `seed` is the number that `seed_ptr` points to, or 0 without dropout. The other
 entries are arguments of the kernel."""
 
+kernel = triton.jit(
+    do_not_specialize=["heads", "queries", "keys", "offset", "width", "threshold"],
+    do_not_specialize_on_alignment=["group"],
+)
+"""The decorator of functions that the host launches: sizes that differ from call to call compile no
+new kernel."""
+
 KeyTiles = namedtuple("KeyTiles", "begin lead past last")
 """The keys that some rows see: those from `begin` on and before `last`.
 
@@ -48,12 +53,9 @@ in its document, if the distance kernel depends on it."""
 
 @triton.jit
 def open_rows(tiles, M: tl.constexpr):
-    """Return (item, m0): this program handles the M query rows from `m0` on of the pair `item`.
-
-    `item` is the number of a pair (sequence, head). The rows of each pair are divided into `tiles`
-    tiles. Programs are ordered by pair, then by tile. The last tile comes first, because its rows
-    see the most keys.
-    """
+    """Return which head of which sequence a program handles, and its first query row."""
+    # Ordered by pair (sequence, head), then by tile. The last tile comes first, because its rows
+    # see the most keys.
     return tl.program_id(0) // tiles, (tiles - 1 - tl.program_id(0) % tiles) * M
 
 
@@ -63,7 +65,8 @@ def open_head(
     heads, group, queries, keys, offset, width, scale, threshold, rescale,
     f_prepare: tl.constexpr, DROPOUT: tl.constexpr,
 ):  # fmt: skip
-    """Return the `Head` of a program. `item` is the number of its pair (sequence, head)."""
+    """Return what a program needs to know of one head of one sequence."""
+    # `item` is the index of the head in the flattened dimension of sequences and heads.
     b, h = (item // heads).to(tl.int64), item % heads
     h_q, h_k = h.to(tl.int64), (h // group).to(tl.int64)
     k, v = k_ptr + b * k_b + h_k * k_h, v_ptr + b * v_b + h_k * v_h
@@ -76,12 +79,10 @@ def open_head(
 
 @triton.jit
 def open_group(key_item, heads, group):
-    """Return (b, h_k, first, members) for a program of `key_pass`.
-
-    `key_item` is the number of a pair (sequence b, key head h_k). The program visits `members`
-    query heads from `first` on: all that share the key head, or one of the equal parts into which
-    they are divided.
-    """
+    """Return which query heads share the key head of a program."""
+    # `key_item` is the index of the key head in the flattened dimension of sequences and key
+    # heads. The program visits `members` query heads from the first on; several programs may
+    # divide the group.
     key_heads = heads // group
     parts, part = tl.num_programs(1), tl.program_id(1)
     b = key_item // key_heads
@@ -94,10 +95,7 @@ def open_group(key_item, heads, group):
 def exact_output(
     out_ptr, lost_ptr, at, m0, queries, out_t, M: tl.constexpr, E: tl.constexpr, P: tl.constexpr
 ):
-    """Return M rows of the attention output in fp32, with what they lost in rounding if it is kept.
-
-    `at` is the offset of the head in the tensors at `out_ptr` and `lost_ptr` (see `forward`).
-    """
+    """Return rows of the attention output in fp32, corrected by their stored rounding errors."""
     out = load_rows(out_ptr + at, m0, queries, out_t, True, M, E, P).to(tl.float32)
     if lost_ptr is not None:
         lost = load_rows(lost_ptr + at, m0, queries, out_t, True, M, E, P)
@@ -107,11 +105,7 @@ def exact_output(
 
 @triton.jit
 def seen_by(head, m0, first_ptr, high_ptr, low_ptr, position_ptr, M: tl.constexpr, N: tl.constexpr):
-    """Return (`KeyTiles`, `RowTerms`) for the M query rows from `m0` on.
-
-    `KeyTiles` describes the tiles of N keys that the rows see. `RowTerms` holds the first key that
-    each row sees, the decay, and the position of each row in its document.
-    """
+    """Return which tiles of keys a tile of query rows sees, and the rows' other inputs."""
     offset, queries = head.offset, head.queries
     last, past = tl.minimum(offset + m0 + M, offset + queries), (offset + m0 + 1) // N * N
     first, begin, lead, decay, at = (), 0, 0, (), 0
@@ -130,16 +124,11 @@ def seen_by(head, m0, first_ptr, high_ptr, low_ptr, position_ptr, M: tl.constexp
 
 @triton.jit
 def ends_of(seen, MASKED: tl.constexpr):
-    """Return the begin and the end of a loop over tiles of keys.
-
-    The loop variable is the first key of a tile. Without MASKED, the loop visits the tiles that
-    need no mask, from `seen.lead` to `seen.past`.
-
-    With MASKED, the loop visits the tiles that need a mask. They form two groups: from `seen.begin`
-    to `seen.lead`, and from `seen.past` to `seen.last`. So that a single loop can visit both
-    groups, the first group is moved up to the second: past - lead is added to the loop variable.
-    `key_tile_at` subtracts it again.
-    """
+    """Return the begin and the end of a loop over tiles of keys."""
+    # The loop variable is the first key of a tile. The tiles that need a mask form two groups:
+    # from `seen.begin` to `seen.lead`, and from `seen.past` to `seen.last`. To visit both groups
+    # in one loop, `seen.past` - `seen.lead` is added to the keys of the first group.
+    # `key_tile_at` subtracts it.
     if MASKED:
         return seen.past - (seen.lead - seen.begin), seen.last
     else:
@@ -148,12 +137,7 @@ def ends_of(seen, MASKED: tl.constexpr):
 
 @triton.jit
 def key_tile_at(n, seen, terms, MASKED: tl.constexpr):
-    """Return the first key of the tile that a loop over tiles visits at step `n`.
-
-    `n` is the variable of the loop over keys. With MASKED, the loop visits the tiles before
-    `seen.lead` while n < `seen.past`, and the first key of such a tile is n - (`seen.past` -
-    `seen.lead`). In all other cases, the first key is n. `ends_of` describes the loop.
-    """
+    """Return the first key of the tile at a step of a loop over tiles of keys."""
     if MASKED and len(terms.first):
         n = tl.where(n < seen.past, n - (seen.past - seen.lead), n)
     return n
@@ -164,12 +148,7 @@ def logits_of(
     s, head, terms, m0, n0, f_evaluate: tl.constexpr, SHARED: tl.constexpr, MASKED: tl.constexpr,
     M: tl.constexpr, N: tl.constexpr,
 ):  # fmt: skip
-    """Return (results of `f_evaluate`, y, mask) for a tile of query-key products s [M, N].
-
-    The tile has the M query rows from `m0` on and the N keys from `n0` on. y [M, N] are the logits
-    divided by scale. The mask is true where a row sees a key. Without MASKED, all rows see all
-    keys, and the mask must not be used. SHARED is an argument of `spread`.
-    """
+    """Return the logits of a tile of query-key products, and which rows see which keys."""
     start = head.offset + m0 - n0
     i, j = start + tl.arange(0, M)[:, None], tl.arange(0, N)[None, :]
     distance = table_distance(i, j, m0, n0, head.offset, head.queries)
@@ -181,6 +160,8 @@ def logits_of(
     if len(terms.decay):
         y -= lost(terms.decay, n0, head.keys, MASKED, N)[None, :]
     limit = j >= (terms.first[0] - n0)[:, None] if len(terms.first) else None
+    # (results of `f_evaluate`, logits divided by scale, mask). Without MASKED, all rows see all
+    # keys, and the mask must not be used.
     return e, y, both(i >= j, limit)
 
 
@@ -189,19 +170,16 @@ def gradients_of(
     s, dp, lse, delta, head, terms, m0, n0, f_evaluate: tl.constexpr, DROPOUT: tl.constexpr,
     SHARED: tl.constexpr, MASKED: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
 ):  # fmt: skip
-    """Return (results of `f_evaluate`, p, ds) for a tile of query-key products s [M, N].
-
-    p [M, N] are the softmax weights before dropout, and ds [M, N] are the gradients of the logits.
-    dp [M, N] are the products do_i . v_j, where do_i is the gradient of the output of row i. `lse`
-    [M] is the logarithm to base 2 of each row's softmax denominator. `delta` [M] is do_i . o_i,
-    where o_i is the output of row i. The other arguments are those of `logits_of`.
-    """
+    """Return the softmax weights of a tile, and the gradients of its logits."""
     logits = logits_of(s, head, terms, m0, n0, f_evaluate, SHARED, MASKED, M, N)
     e, y, mask = logits  # in two statements, for basedpyright
+    # `lse` is the logarithm to base 2 of each row's softmax denominator. These are the weights
+    # before dropout.
     p = ex2(y * head.c - lse[:, None])
     if MASKED:
         p = tl.where(mask, p, 0.0)
     if DROPOUT:
         keep = kept(head.seed, head.item, m0, n0, head.threshold, M, N)
         dp = tl.where(keep, dp * head.rescale, 0.0)
+    # dp is do_i . v_j, and delta is do_i . o_i. do_i is the gradient of o_i, the output of row i.
     return e, p, p * (dp - delta[:, None])

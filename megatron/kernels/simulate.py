@@ -5,8 +5,6 @@ multiplies each number by itself. On a GPU it multiplies neighbours, whose dista
 So overflows, underflows and lost digits show. The errors of fast instructions are not simulated.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from types import FunctionType, SimpleNamespace
 from typing import Any
@@ -18,9 +16,9 @@ from megatron.kernels.device_functions import DeviceFunctions
 
 
 def fp32(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Return `function`, applied to fp32 tensors that are made of its arguments.
+    """Return a function that converts its arguments to fp32 tensors and calls `function`.
 
-    Subnormal numbers become 0 in arguments and results, as in a GPU's fast instructions.
+    Subnormal numbers in arguments and results become 0, as in a GPU's fast instructions.
     """
 
     def flush(x: Any) -> Tensor:
@@ -39,12 +37,15 @@ NAMES = ("log2", "exp2", "sqrt", "rsqrt", "maximum", "abs")
 
 
 def simulate(functions: DeviceFunctions, inputs: tuple[Tensor, ...], scale: float) -> Tensor:
-    """Return R logits, each followed by its gradient with respect to theta, [R, 1 + N].
+    """Compute logits and their gradients in torch, as a GPU would.
 
-    The device functions must have columns of theta, and no layer of hidden units.
+    The result has one row for each sample: the logit, then its gradient for each parameter.
 
     Args:
-        inputs: Theta [R, N], and [R] query-key products, distances and positions of queries.
+        functions: The device functions that compute the positional embedding.
+        inputs: The samples: the N parameters [R, N], query-key products [R], distances [R] and
+            positions of the queries [R].
+        scale: The number that multiplies the query-key products.
     """
     theta_RN, s_R, d_R, i_R = (x.float() for x in inputs)
     tl = SimpleNamespace(load=theta_RN.unbind(1).__getitem__, sum=lambda x: x, where=torch.where)

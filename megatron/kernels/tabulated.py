@@ -22,8 +22,6 @@ dimension "tables" has two entries (b / scale, then w), or one if there is only 
 factor. A dimension "groups" has one entry for each of the two groups.
 """
 
-from __future__ import annotations
-
 import triton
 import triton.language as tl
 
@@ -31,7 +29,7 @@ from megatron.kernels.device import ex2, load_rows
 from megatron.kernels.device_functions import DeviceFunctions
 from megatron.kernels.documents_sink_decay import BLOCK, lost, lost_at, open_decay
 from megatron.kernels.dropout import kept
-from megatron.kernels.rows import open_head
+from megatron.kernels.rows import kernel, open_head
 
 
 @triton.jit
@@ -57,9 +55,11 @@ def evaluate_both(s, di, dj, d, c, row):
 
 
 def device_functions(bias: bool, weight: bool) -> DeviceFunctions:
-    """Return the device functions for a distance kernel that is given by a table.
+    """Return device functions for an embedding that is given as a table over distances.
 
-    `bias` and `weight` say whether the table contains the bias b and the factor w.
+    Args:
+        bias: Whether the table contains a bias of the logits.
+        weight: Whether the table contains a number that multiplies each query-key product.
     """
     evaluate = {(1, 0): evaluate_bias, (0, 1): evaluate_weight, (1, 1): evaluate_both}
     return DeviceFunctions(prepare, evaluate[bias, weight], weight, tabulated=True, biased=bias)
@@ -67,14 +67,11 @@ def device_functions(bias: bool, weight: bool) -> DeviceFunctions:
 
 @triton.jit
 def by_distance(x, R: tl.constexpr):
-    """Sum the entries of the square tile x [R, R] at each query-key distance.
-
-    Return two vectors [R]. The entry in row r and column c is at distance D + r - c, where D is the
-    distance of the upper left entry. Element e of the first vector is the sum of the entries at
-    distance D + e. Element e of the second vector is the sum of the entries at distance D + e - R.
-    """
+    """Return the sums of the entries of a square tile at each query-key distance."""
     r = tl.arange(0, R)[:, None]
     e = tl.arange(0, R)[None, :]
+    # The entry in row r and column c is at distance D + r - c. Element e of the first result is
+    # the sum at distance D + e, and element e of the second is the sum at distance D + e - R.
     turned = tl.gather(x, (r - e + R) % R, axis=1)
     near = e <= r
     return tl.sum(tl.where(near, turned, 0.0), axis=0), tl.sum(tl.where(near, 0.0, turned), axis=0)
@@ -88,11 +85,7 @@ def store_sums(pointers, near, far, R: tl.constexpr):
 
 @triton.jit
 def load_inside(base, row, inside, stride, E: tl.constexpr, P: tl.constexpr):
-    """Load rows of a tensor with E columns, and pad them to P columns with zeros.
-
-    `row` holds the indices of the rows, which are `stride` elements apart in memory. Rows where
-    `inside` is false become zeros.
-    """
+    """Load rows of a matrix, with zeros for rows that do not exist, and pad them with zeros."""
     column = tl.arange(0, P)[None, :]
     pointers = base + row.to(tl.int64)[:, None] * stride + column
     return tl.load(pointers, mask=inside[:, None] & (column < E), other=0.0)
@@ -104,12 +97,9 @@ def tile_gradients(
     f_evaluate: tl.constexpr, DROPOUT: tl.constexpr,
     R: tl.constexpr, E: tl.constexpr, P: tl.constexpr,
 ):  # fmt: skip
-    """Return the query-key products s [R, R] and the gradients ds [R, R] of the logits of a tile.
-
-    The tile has the R query rows from `m0` on and the R keys from `n0` on. `m0` may be negative.
-    Where a row does not exist or does not see a key, ds is 0.
-    """
+    """Return the query-key products of a tile, and the gradients of its logits."""
     offset, queries, keys = head.offset, head.queries, head.keys
+    # `m0` may be negative. ds is 0 where a row does not exist or does not see a key.
     i = m0 + tl.arange(0, R)
     column = tl.arange(0, R)
     there = (i >= 0) & (i < queries)
@@ -141,10 +131,7 @@ def tile_gradients(
     return s, ds
 
 
-@triton.jit(
-    do_not_specialize=["heads", "queries", "keys", "offset", "width", "threshold"],
-    do_not_specialize_on_alignment=["group"],
-)
+@kernel
 def table_pass(
     q_ptr, k_ptr, v_ptr, do_ptr, sums_ptr, lse_ptr, delta_ptr, theta_ptr, seed_ptr,
     first_ptr, high_ptr, low_ptr,
@@ -154,15 +141,10 @@ def table_pass(
     WEIGHTED: tl.constexpr, DROPOUT: tl.constexpr,
     R: tl.constexpr, E: tl.constexpr, P: tl.constexpr,
 ):  # fmt: skip
-    """Compute partial sums of the gradients of tables over query-key distances.
-
-    There is a table of the distance kernel's bias b, of its factor w, or of both. The gradient at a
-    distance is a sum over all scores at this distance.
-
-    Tiles have R query rows and R keys. Each program handles one head of one sequence and one
-    distance D. It visits the tiles whose upper left entry is at distance D. The entries of such a
-    tile are at the distances D - R + 1 ... D + R - 1.
-    """
+    """Compute sums for the gradient of a table over query-key distances."""
+    # Each program handles one head of one sequence and one distance D. It visits the tiles whose
+    # upper left entry is at distance D. The other entries of such a tile are at distances from D
+    # - R + 1 to D + R - 1.
     tiles = tl.cdiv(offset + queries, R)
     item = tl.program_id(0) // tiles
     far = (tl.program_id(0) % tiles) * R  # D

@@ -13,8 +13,6 @@ these rules:
 If measured times suggest other sizes, only `TABLE` needs to change. Nothing is tuned at start-up.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import NamedTuple
@@ -26,12 +24,11 @@ from megatron.kernels.device import INTERPRETED
 
 @dataclass(frozen=True)
 class Tile:
-    """The tile of a Triton kernel, M query rows by N keys.
+    """The number of query rows M and keys N that a Triton kernel handles at a time.
 
-    `warps` and `stages` are the numbers of warps and of pipeline stages with which the Triton
-    kernel is compiled.
-
-    The kernel `table_pass` has square tiles of M rows and M keys, whatever N is.
+    Attributes:
+        warps: The number of warps of a program.
+        stages: The number of pipeline stages of its loop.
     """
 
     M: int
@@ -42,7 +39,14 @@ class Tile:
 
 @dataclass(frozen=True)
 class TileSizes:
-    """The tile sizes of each Triton kernel."""
+    """The tile sizes of the Triton kernels.
+
+    Attributes:
+        forward: For the output.
+        query: For the gradient of the queries.
+        key: For the gradients of the keys and the values.
+        table: For the gradient of a table over distances. Its tiles are square, with M keys.
+    """
 
     forward: Tile
     query: Tile
@@ -51,15 +55,14 @@ class TileSizes:
 
 
 class Needs(NamedTuple):
-    """The properties of an attention call that determine its use of registers.
+    """The properties of an attention call that determine how many registers it needs.
 
     Attributes:
-        heavy: Whether the distance kernel has a factor w, a table, a layer of hidden units, or more
-            than two parameters.
+        heavy: Whether the positional embedding is costly to compute.
         dropout: Whether there is dropout.
-        columns: The number of parameters of the distance kernel per head.
+        columns: The number of the embedding's parameters per head.
         terms: Whether there are documents, a window, a sink or a decay.
-        layer: Whether the distance kernel has a layer of hidden units.
+        layer: Whether the embedding contains a layer of hidden units.
     """
 
     heavy: bool = False
@@ -70,7 +73,7 @@ class Needs(NamedTuple):
 
 
 def sizes(*four: tuple[int, int, int, int]) -> TileSizes:
-    """Return a `TileSizes`, given (M, N, warps, stages) for each of its fields, in order."""
+    """Return tile sizes from (M, N, warps, stages) for each kernel."""
     return TileSizes(*(Tile(*each) for each in four))
 
 
@@ -179,19 +182,15 @@ The keys are as in `DROPOUT`, and terms are as in `TERMS`.
 
 
 def padded(head_size: int) -> int:
-    """Return the head size padded to a power of two of at least 16.
-
-    Triton requires tile sizes that are powers of two, and matrix products over at least 16 terms.
-    """
+    """Return the head size, padded to a power of two of at least 16."""
+    # Triton requires tile sizes that are powers of two, and matrix products over at least 16
+    # terms.
     return max(16, 1 << (head_size - 1).bit_length())
 
 
 def family(capability: tuple[int, int]) -> int:
-    """Return the key of `TABLE` for a GPU of this compute capability.
-
-    The GPUs of one family allow about the same amount of shared memory per program, and compute
-    matrix products in the same way.
-    """
+    """Return a number for the GPUs that can use the same tile sizes."""
+    # They compute matrix products in the same way, with about the same amount of shared memory.
     if capability[0] in (9, 10):
         return 10 * capability[0]
     return 80 if capability in ((8, 0), (8, 7)) else 86
@@ -200,32 +199,34 @@ def family(capability: tuple[int, int]) -> int:
 def choose(
     capability: tuple[int, int], dtype: torch.dtype, head_size: int, needs: Needs
 ) -> TileSizes:
-    """Return the tile sizes for a GPU of this compute capability; see `look_up`."""
+    """Return the tile sizes for a GPU of this compute capability."""
     if INTERPRETED:
         return TileSizes(SMALL, SMALL, SMALL, SMALL)
     return look_up(family(capability), dtype.itemsize, padded(head_size), needs)
 
 
 def few_rows(itemsize: int, head_size: int) -> Tile:
-    """Return the tile of `decode_pass` and `merge_pass`: keys or values of a tile have 8 kB."""
+    """Return the tile sizes for attention of few queries to many keys."""
+    # The keys or values of a tile fill about 8 kB.
     return Tile(16, max(16, min(64, 8192 // (itemsize * padded(head_size)))), 2, 3)
 
 
 @lru_cache
 def look_up(family: int, itemsize: int, size: int, needs: Needs) -> TileSizes:
-    """Return the tile sizes for the smallest head size in `TABLE` that is at least `size`.
-
-    `TABLE` has separate entries for calls that are heavy or have dropout (see `Needs`). For a head
-    size without such an entry, these calls get the tile sizes of the other calls.
+    """Return the tile sizes from the table in this file.
 
     Args:
-        family: The GPU family, a key of `TABLE`.
+        family: The GPU family.
         itemsize: The number of bytes of an element of q, k and v.
         size: The padded head size.
+        needs: Properties of the attention call.
     """
+    # `heavy` is true with a factor w, a table, a layer of hidden units or more than two columns.
     heavy, dropout, columns, terms, layer = needs
     rows = TABLE[family]
+    # The smallest head size in `TABLE` that is at least `size`.
     listed = min(key[1] for key in rows if key[0] == itemsize and key[1] >= size)
+    # Without a separate entry, calls that are heavy or have dropout get the others' tile sizes.
     found = rows.get((itemsize, listed, heavy or dropout)) or rows[itemsize, listed, False]
     if itemsize != 2:
         return found

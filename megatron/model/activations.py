@@ -20,12 +20,13 @@ GATES = {
 
 
 def stepwise_tanh_gelu(x: Tensor) -> Tensor:
-    """Compute 0.5 x (1 + tanh(0.79788456 x (1 + 0.044715 x^2))), rounded after each operation."""
+    """Return the tanh approximation of gelu, rounded after each operation."""
+    # 0.5 x (1 + tanh(0.79788456 x (1 + 0.044715 x^2)))
     return x * 0.5 * (1.0 + torch.tanh(0.79788456 * x * (1 + 0.044715 * x * x)))
 
 
 def tanh_gelu(x: Tensor) -> Tensor:
-    """Compute the tanh approximation of gelu."""
+    """Return the tanh approximation of gelu."""
     # torch's constant differs in the tenth digit, which only float64 resolves.
     return stepwise_tanh_gelu(x) if x.dtype == torch.float64 else F.gelu(x, approximate="tanh")
 
@@ -45,12 +46,13 @@ ACTIVATIONS: Functions = {
 def activate(
     x: Tensor, name: str, *, tanh: bool = False, functions: Functions = ACTIVATIONS
 ) -> Tensor:
-    """Apply the activation `name` to `x`.
+    """Return `x` after the activation with this name.
 
-    A gated activation (such as `swiglu`) splits the last dimension of `x` into value and gate, so
-    its result has half the size.
+    A gated activation (such as `swiglu`) splits the last dimension into value and gate. Its result
+    has half the size.
 
     Args:
+        name: The name of the activation.
         tanh: Whether `gelu` means its tanh approximation.
         functions: Maps the names of activations without a gate to functions.
     """

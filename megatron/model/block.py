@@ -48,17 +48,11 @@ from megatron.positional import PositionalEmbedding
 
 
 class SelfAttention(nn.Module):
-    """Causal self-attention, from x [batch, positions, hidden size] to an output of the same shape.
-
-    Inputs of `forward` beside x:
-        theta_HN: The distance kernel's parameters [heads, columns], or None if it has none.
-        starts_BS: The position at which each token's document starts [batch, all positions], or
-            None if each sequence is one document.
-        partial: Whether to leave out the sum over tensor-parallel ranks.
-        cache: The keys and values of the tokens before x, or None.
+    """Causal self-attention. Input and output are [batch, positions, hidden size].
 
     Args:
-        index: The number of the layer, from 0.
+        plan: The description of the model.
+        index: The number of the layer, counted from 0.
     """
 
     def __init__(self, plan: Plan, index: int):
@@ -88,6 +82,10 @@ class SelfAttention(nn.Module):
         gated = shape.output_gate
         self.output_gate = ColumnLinear(hidden, inner, tp, bias=bias) if gated else None
 
+    # theta_HN are the positional embedding's parameters, or None. starts_BS [B, all positions] is
+    # the position at which each token's document starts, or None if each sequence is one
+    # document. `partial` leaves out the sum over tensor-parallel ranks. `cache` has the keys and
+    # values of earlier tokens.
     def forward(
         self,
         x_BTD: torch.Tensor,
@@ -140,11 +138,7 @@ class SelfAttention(nn.Module):
         return self.dense(out_BTD, partial)
 
     def queries_keys_values(self, x_BTD: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Return q [B, H, T, E], k and v [B, K, T, E] for all positions and this rank's heads.
-
-        B is the batch size, H the number of query heads, K the number of key heads, T the number of
-        positions, and E the head size.
-        """
+        """Return q, k and v [batch, heads, positions, head size]."""
         shape, qkv_BTW = self.shape, self.query_key_value(x_BTD)
         size, group = shape.head_size, shape.group
         if self.query_norm is not None and self.key_norm is not None:
@@ -152,13 +146,11 @@ class SelfAttention(nn.Module):
             qkv_BTW = normed_heads(qkv_BTW, group, size, norms, joined=joined)
         qkv_BKTW = by_key_heads(qkv_BTW, group, size, self.qk_layernorm, copies=self.copies)
         # Now fewer heads, all positions.
+        # For all positions, and this rank's heads.
         return divide_heads(all_to_all(qkv_BKTW, self.cp, split=1, join=2), size)
 
     def _decay(self, x_BTD: torch.Tensor) -> torch.Tensor | None:
-        """Return the forget gates' decay [B, H, T] for all positions and this rank's heads.
-
-        Return None if the positional embedding has no forget gates.
-        """
+        """Return the sums of log-decays [batch, heads, positions], or None without forget gates."""
         if self.gate is None:
             return None
         gate_BHT1 = self.gate(x_BTD).transpose(1, 2)[..., None]
@@ -167,14 +159,15 @@ class SelfAttention(nn.Module):
 
 @contextmanager
 def limited_window(model: nn.Module, tokens: int | None) -> Iterator[None]:
-    """Within the `with` block, let each query see only the last `tokens` tokens, its own included.
+    """Within the `with` block, let each query see only the last `tokens` tokens, itself included.
 
-    A layer with a shorter window keeps this window. If `tokens` is None, nothing changes.
+    If `tokens` is None, nothing changes.
     """
     layers = [each for each in model.modules() if isinstance(each, SelfAttention)]
     before = [layer.window for layer in layers]
     if tokens is not None:
         for layer, window in zip(layers, before, strict=True):
+            # A layer that already has a shorter window keeps it.
             layer.window = min(tokens - 1, tokens if window is None else window)
     try:
         yield
@@ -184,11 +177,7 @@ def limited_window(model: nn.Module, tokens: int | None) -> Iterator[None]:
 
 
 class MLP(nn.Module):
-    """The feed-forward layers of a block, from x [batch, positions, hidden size] to the same shape.
-
-    The inner width is `BlockShape.mlp_size`. In a gated MLP (such as `swiglu`), the first layer
-    computes a value and a gate, each of this width, and the second layer gets f(gate) * value.
-    """
+    """The MLP of a block. Input and output are [batch, positions, hidden size]."""
 
     def __init__(self, plan: Plan):
         super().__init__()
@@ -198,6 +187,8 @@ class MLP(nn.Module):
         hidden, inner = shape.hidden_size, shape.mlp_size
         halves = 2 if shape.activation in GATES else 1
         common = {"bias": shape.mlp_bias, "numerics": shape.numerics}
+        # Of a gated MLP, this layer computes a value and a gate. The second layer gets f(gate) *
+        # value.
         self.dense_h_to_4h = ColumnLinear(hidden, halves * inner, tp, blocks=halves, **common)
         mark_fused(self.dense_h_to_4h.weight, (inner // tp.size,) * halves)
         self.dense_4h_to_h = RowLinear(inner, hidden, tp, **common)
@@ -220,10 +211,7 @@ _PUBLISHED = {
 
 
 class Block(nn.Module):
-    """One transformer block, from x [batch, positions, hidden size] to x of the same shape.
-
-    `forward` also takes theta, the starts of documents and a cache (see `SelfAttention`).
-    """
+    """One transformer block. Input and output are [batch, positions, hidden size]."""
 
     def __init__(self, plan: Plan, index: int):
         super().__init__()

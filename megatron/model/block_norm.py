@@ -27,18 +27,15 @@ _APEX = "apex.normalization.fused_layer_norm"
 
 
 class BlockNorm(Norm):
-    """The norm `shape.norm` of hidden states, or of queries and keys.
-
-    As in gpt-neox, queries and keys share one norm, and each head has its own weights.
+    """The norm of hidden states, or of queries and keys.
 
     Args:
-        shape: The properties of the transformer block.
+        shape: The description of the transformer block, which names the norm.
         tp: The tensor-parallel group.
-        by_head: Whether the input is queries or keys [..., this rank's heads, head size] instead
-            of hidden states.
+        by_head: Whether the input is queries or keys [..., heads, head size].
 
     Raises:
-        ValueError: `shape.norm` is not `layernorm`, `rmsnorm` or `scalenorm`.
+        ValueError: There is no such norm.
     """
 
     def __init__(self, shape: BlockShape, tp: TensorGroup = ALONE, *, by_head: bool = False):
@@ -53,6 +50,8 @@ class BlockNorm(Norm):
                 mark_sharding(param, Sharding(0), tp)
         # Ranks share the weights for different positions, or scalenorm's factor for their heads.
         shared = kind == "scalenorm" if by_head else tp.splits_sequence
+        # As in gpt-neox, queries and keys share one norm, which has separate weights for each
+        # head.
         self.tp = tp if shared else ALONE
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -65,10 +64,10 @@ class BlockNorm(Norm):
 
 
 def kind_of(shape: BlockShape) -> str:
-    """Return the name by which `Norm` knows the norm `shape.norm`.
+    """Return the name of the norm of a transformer block, with the choice of a fused kernel.
 
     Raises:
-        ValueError: `shape.norm` is not `layernorm`, `rmsnorm` or `scalenorm`.
+        ValueError: There is no such norm.
     """
     if shape.norm not in ("layernorm", "rmsnorm", "scalenorm"):
         raise ValueError(f"norm {shape.norm!r} is unknown; use layernorm, rmsnorm or scalenorm")
@@ -76,11 +75,7 @@ def kind_of(shape: BlockShape) -> str:
 
 
 def apex_norm(shape: BlockShape) -> tuple[_Kernel | None, str]:
-    """Return apex's function for the norm `shape.norm`, and a text for the log.
-
-    The function is None if torch's function must be used instead. The text is empty if `shape` asks
-    for no fused norm.
-    """
+    """Return apex's function for a norm, or None to use torch's, and a text for the log."""
     if not shape.fused_norm:
         return None, ""
     name = {"layernorm": "fused_layer_norm_affine", "rmsnorm": "fused_rms_norm_affine"}[shape.norm]

@@ -26,15 +26,16 @@ less than attention, which reads all kept columns for every new column."""
 
 
 class Kept(NamedTuple):
-    """The tensors from which one layer computes attention for new tokens.
+    """The cached tensors from which one layer computes attention for new tokens.
 
-    A column is a position in the padded batch, counted from the first column in the cache.
+    A column is an index into the cached tokens, padding included.
 
     Attributes:
-        k_BKSE, v_BKSE: The keys and values of all tokens in the cache, new tokens included.
-        decay_BHS: The forget gates' decay of all tokens in the cache, or None without forget gates.
-        starts_BS: For each column, the column in which the text starts, or 0 for padding. None if
-            no text has padding.
+        k_BKSE, v_BKSE: The keys and values [batch, key heads, columns, head size] of all tokens,
+            new ones included.
+        decay_BHS: The sums of log-decays of all tokens, or None without forget gates.
+        starts_BS: For each column, the column at which its text starts, or 0 for padding. None
+            without padding.
         query_offset: The column of the first new token.
     """
 
@@ -46,9 +47,9 @@ class Kept(NamedTuple):
 
 
 class LayerCache:
-    """The cached keys and values of one layer, and the decay if the layer has forget gates.
+    """The cached keys and values of one layer.
 
-    With a window, tokens that no later query sees are dropped, so the memory is bounded.
+    With a window, the cache drops tokens that no later query sees.
 
     Args:
         padding_B: The number of padding tokens before each text.
@@ -63,23 +64,25 @@ class LayerCache:
 
     @property
     def columns(self) -> int:
-        """The number of tokens added to each text so far, padding and dropped tokens included."""
+        """The number of tokens added to each text so far, padding included."""
+        # Dropped tokens count, too.
         return self._first + self._count
 
     def positions(self, count: int) -> Tensor:
-        """Return the positions of the next `count` tokens of each text, int64 [B, count].
+        """Return the positions of the next `count` tokens of each text, int64 [batch, count].
 
-        Positions are counted from the text's first token. Padding gets the position 0.
+        They are counted from the text's first token. Padding gets the position 0.
         """
         column_T = torch.arange(count, device=self.padding_B.device) + self.columns
         return (column_T - self.padding_B[:, None]).clamp(min=0)
 
     def extend(self, k_BKTE: Tensor, v_BKTE: Tensor, decay_BHT: Tensor | None) -> Kept:
-        """Add the keys and values of new tokens, and return the tensors for their attention.
+        """Add the keys and values of new tokens, and return all tensors that their attention needs.
 
         Args:
-            decay_BHT: The forget gates' decay, a running sum that starts at the first new token.
-                None without forget gates.
+            k_BKTE, v_BKTE: The new keys and values [batch, key heads, new tokens, head size].
+            decay_BHT: The sums of log-decays from the first new token on. None without forget
+                gates.
         """
         if decay_BHT is not None and self._count:
             decay_BHT = decay_BHT + self._buffers[2][:, :, self._count - 1, None]
@@ -94,11 +97,7 @@ class LayerCache:
         return Kept(k_BKSE, v_BKSE, decay[0] if decay else None, self._starts(), offset)
 
     def _make_room(self, new: list[Tensor]) -> None:
-        """Allocate larger buffers, and copy the columns that later queries see.
-
-        Args:
-            new: The tensors of the new columns, for which the buffers must have room.
-        """
+        """Allocate larger buffers, and copy into them what later queries still need."""
         kept = self._count if self.window is None else min(self._count, self.window)
         begin, end = self._count - kept, self._count
         self._room = kept + max(SPARE, new[0].shape[2])

@@ -32,7 +32,7 @@ from megatron.model.theta import (
     is_theta,
     trained_theta,
 )
-from megatron.parallel.sharding import local_slice
+from megatron.parallel.sharding import full_shape, local_slice
 from megatron.positional import PositionalEmbedding
 
 TABLE = "embedding.position_embeddings.weight"
@@ -41,22 +41,21 @@ _GATE = ".attention.gate."
 
 
 def of_positions(name: str) -> bool:
-    """Return whether the model's tensor `name` belongs to its positional embedding."""
+    """Return whether the weight with this name belongs to the model's positional embedding."""
     return is_theta(name) or name == TABLE or _GATE in name
 
 
 @dataclass(frozen=True)
 class ChangedPositions:
-    """The change of a trained model's positional embeddings.
+    """The replacement of a trained model's positional embedding by another one.
 
     Attributes:
-        old: The embedding that the weights were trained with.
-        new: The embedding of the model that gets the weights.
+        old: The embedding with which the weights were trained.
+        new: The embedding of the model that receives the weights.
         num_layers: The number of layers of both models.
         length: The training length of the new model, in tokens.
-        gentle: Whether added columns with a gentle start value get it (`ThetaParameter.gentle`).
-        given: The names of the columns of `new` whose start values the user gave. Added columns
-            among these keep the values that they have in the model.
+        gentle: Whether added parameters start at values that change the model little.
+        given: The names of parameters whose start values the user has set. They keep these values.
     """
 
     old: PositionalEmbedding
@@ -68,27 +67,29 @@ class ChangedPositions:
 
     @cached_property
     def kept(self) -> dict[int, int]:
-        """Maps the index of each kept column of the new theta to its index in the old theta."""
+        """A dict from the index of each parameter that stays to its index in the old embedding."""
         found: dict[int, set[int | None]] = {}
         for layer in range(self.num_layers):
             before = dict(_columns(self.old, layer))
             for key, column in _columns(self.new, layer):
                 found.setdefault(column, set()).add(before.get(key))
+        # All layers that use the parameter must have had the same embedding before, with one
+        # common parameter.
         single = {new: next(iter(olds)) for new, olds in found.items() if len(olds) == 1}
         return {new: old for new, old in single.items() if old is not None}
 
     @property
     def added(self) -> list[int]:
-        """The indices of the trained columns of the new theta that are not kept."""
+        """The indices of the trained parameters that the old embedding does not have."""
         return [n for n in columns_of(self.new, trained=True) if n not in self.kept]
 
     def _gentle(self, n: int) -> float | None:
-        """Return the gentle start value of the added column `n`, or None if it has none."""
+        """Return the start value of an added parameter that changes the model little, or None."""
         column = self.new.parameters[n]
         return column.gentle if self.gentle and column.name not in self.given else None
 
     def lines(self) -> list[str]:
-        """Return lines for the log that name the kept, added and dropped terms."""
+        """Return lines for the log, which name the kept, added and dropped embeddings."""
         starts = [(self.new.parameters[n].name, self._gentle(n)) for n in self.added]
         texts = [name if start is None else f"{name} = {start:g}" for name, start in starts]
         columns = ", ".join(texts) if len(texts) <= MOST_COLUMNS else f"{len(texts)} columns"
@@ -101,7 +102,8 @@ class ChangedPositions:
         ]
 
     def _terms(self, one: PositionalEmbedding, other: PositionalEmbedding, shared: bool) -> str:
-        """Return the names of the terms of `one` that the same layer of `other` has or lacks."""
+        """Return the names of embeddings that two models share, or that only one has."""
+        # Of the embeddings in the layers of `one`. With `shared`, `other` has them, too.
         count = Counter(
             term.name
             for layer in range(self.num_layers)
@@ -116,25 +118,26 @@ class ChangedPositions:
     def set_columns(
         self, parameters: Mapping[str, nn.Parameter], values: Mapping[int, Tensor]
     ) -> None:
-        """Set trained columns of the new model's theta.
+        """Set parameters of the new positional embedding.
 
         Args:
             parameters: The new model's parameters by name, or this rank's shards of them.
-            values: Maps the index of a column to its values for all heads [H], or [1] if all heads
-                share the column.
+            values: The values [heads] by index of the parameter. They are [1] if all heads share
+                it.
         """
         for name, shared in ((THETA, False), (SHARED_THETA, True)):
             for i, n in enumerate(columns_of(self.new, trained=True, shared=shared)):
                 if name in parameters and n in values:
                     param = parameters[name]
-                    param[:, i] = local_slice(param, values[n][:, None])[:, 0]
+                    full_H1 = values[n][:, None].expand(full_shape(param)[0], 1)
+                    param[:, i] = local_slice(param, full_H1)[:, 0]
 
     @torch.no_grad()
     def fill(self, parameters: Mapping[str, nn.Parameter], weights: Mapping[str, Tensor]) -> None:
-        """Set the parameters of the new model that belong to positions and are not in `weights`.
+        """Set the start values of the new model's positional parameters.
 
-        Parameters of theta are always set: their kept columns to the old values, the others to
-        their start values.
+        Kept parameters get their old values. Added parameters may get values that change the model
+        little.
 
         Args:
             parameters: The new model's parameters by name, or this rank's shards of them.
@@ -143,18 +146,10 @@ class ChangedPositions:
         parts = [weights[name] for name in (THETA, SHARED_THETA) if name in weights]
         old_HN = trained_theta(self.old, parts) if parts else torch.empty(0)
         place = {n: i for i, n in enumerate(columns_of(self.old, trained=True))}
-        values = {}
+        values = {n: torch.tensor([x]) for n in self.added if (x := self._gentle(n)) is not None}
         for n, old in self.kept.items():
             values[n] = old_HN[: 1 if self.new.parameters[n].shared else None, place[old]]
         self.set_columns(parameters, values)
-        for name, shared in ((THETA, False), (SHARED_THETA, True)):
-            for i, n in enumerate(columns_of(self.new, trained=True, shared=shared)):
-                if (
-                    name in parameters
-                    and n in self.added
-                    and (gentle := self._gentle(n)) is not None
-                ):
-                    parameters[name][:, i] = gentle
         for name, param in parameters.items() if self.gentle else ():
             if name == TABLE and name not in weights:
                 param.zero_()
@@ -163,7 +158,7 @@ class ChangedPositions:
 
 
 def terms_of_layer(pos: PositionalEmbedding, layer: int) -> dict[PositionalEmbedding, slice]:
-    """Return the terms of a layer, and the columns of theta that each term uses."""
+    """Return the positional embeddings of a layer, each with the slice of its parameters."""
     of_layer, columns = pos.of_layer(layer)
     found, start = {}, columns.start or 0
     for term in of_layer.terms:
@@ -175,7 +170,7 @@ def terms_of_layer(pos: PositionalEmbedding, layer: int) -> dict[PositionalEmbed
 def _columns(
     pos: PositionalEmbedding, layer: int
 ) -> Iterator[tuple[tuple[PositionalEmbedding, str], int]]:
-    """Yield ((term, parameter name), index in theta) for each trained column of a layer."""
+    """Yield ((embedding, parameter name), index) for each trained parameter of a layer."""
     for term, columns in terms_of_layer(pos, layer).items():
         for n, parameter in enumerate(term.parameters, columns.start):
             if parameter.trained:

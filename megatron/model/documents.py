@@ -19,17 +19,12 @@ from megatron.attention.call import document_starts
 
 @dataclass(frozen=True)
 class Documents:
-    """The rule by which sequences of tokens are divided into documents.
-
-    A model has this rule only if each token attends only to tokens of its own document, or if
-    positions are drawn.
+    """How sequences are divided into documents, and how positions are counted.
 
     Attributes:
         end: The id of the end-of-document token. None means that tokens attend to all documents.
-        drawn_from: The number of positions from which training draws. 0 means that no positions are
-            drawn.
-        restart_positions: Whether positions are counted from the first token of each document.
-            Otherwise they are counted from the first token of the sequence.
+        restart_positions: Whether positions are counted from the start of each document.
+        drawn_from: The number of positions from which training draws random ones. 0 means none.
     """
 
     end: int | None
@@ -37,19 +32,18 @@ class Documents:
     drawn_from: int = 0
 
     def starts(self, tokens_BT: torch.Tensor, training: bool = False) -> torch.Tensor:
-        """Return the index of the first token of each token's document, int64 [B, T].
-
-        If training draws positions, return each token's index minus the token's drawn position.
-        """
+        """Return the index of the first token of each token's document, int64 [batch, tokens]."""
         if self.end is not None:
             return document_starts(tokens_BT == self.end)
         if not training:
             return torch.zeros_like(tokens_BT)
+        # With random positions: each token's index minus its drawn position.
         return torch.arange(tokens_BT.shape[1], device=tokens_BT.device) - self._drawn(tokens_BT)
 
     def _drawn(self, tokens_BT: torch.Tensor) -> torch.Tensor:
-        """Draw T different positions for each sequence, and sort them. Return int64 [B, T]."""
+        """Return random positions for each sequence, all different and sorted."""
         length, device = tokens_BT.shape[1], tokens_BT.device
+        # The random numbers depend only on the tokens.
         place_T = _mixed(torch.arange(1, length + 1, device=device))
         seed_B1 = _mixed((tokens_BT * place_T).sum(1, keepdim=True))
         keys_BL = _mixed(seed_B1 + torch.arange(max(self.drawn_from, length), device=device))
@@ -58,13 +52,13 @@ class Documents:
     def positions(
         self, starts_BS: torch.Tensor, positions_T: torch.Tensor | None = None
     ) -> torch.Tensor | None:
-        """Return the position of each token in its document, int64 [B, T].
+        """Return the position of each token in its document, int64 [batch, positions].
 
-        Return None if `restart_positions` is false and positions are not drawn.
+        Return None if positions are counted from the start of the sequence.
 
         Args:
-            starts_BS: The result of `starts` for the full sequences.
-            positions_T: The position of each token in the sequence. None means all positions.
+            starts_BS: The index of the first token of each token's document, for full sequences.
+            positions_T: The tokens for which to return positions. None means all.
         """
         if not (self.restart_positions or self.drawn_from):
             return None
@@ -74,7 +68,8 @@ class Documents:
 
 
 def _mixed(x: torch.Tensor) -> torch.Tensor:
-    """Return a hash of each number in `x`, int64 (the last steps of MurmurHash3)."""
+    """Return a hash of each number, int64."""
+    # The last steps of MurmurHash3.
     for factor in (-0x00AE502812AA7333, -0x3B314601E57A13AD):
         x = (x ^ (x >> 33)) * factor
     return x ^ (x >> 33)

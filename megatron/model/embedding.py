@@ -23,19 +23,14 @@ from megatron.positional import PositionalEmbedding, PositionalError
 
 
 class EmbeddingLayer(StoredTheta):
-    """The first layer, which maps tokens [batch, positions] to the pair (x, theta).
+    """The first layer, which maps tokens [batch, positions] to a pair of tensors.
 
-    x [batch, positions, hidden size] are the hidden states. theta [heads, parameters] are the
-    distance kernel's parameters in at least fp32, or None if there are none.
-
-    Inputs of `forward` beside the tokens:
-        starts_BS: The position at which each token's document starts, for the whole sequences
-            [batch, sequence length], or None if each sequence is one document.
-        positions_BT: The position of each token [batch, positions], or None to count from the
-            sequence's first token.
+    They are the hidden states [batch, positions, hidden size] and the positional embedding's
+    parameters [heads, parameters]. The parameters are None if there are none.
 
     Args:
-        words: Whether the input is tokens. If False, the input is token vectors.
+        plan: The description of the model.
+        words: Whether the input is tokens. If false, the input is token vectors.
     """
 
     def __init__(self, plan: Plan, words: bool = True):
@@ -53,6 +48,9 @@ class EmbeddingLayer(StoredTheta):
             self.position_embeddings = cast(nn.Embedding, table)
         self.dropout = HiddenDropout(shape.block.hidden_dropout, plan.tp)
 
+    # starts_BS [B, all positions] is the position at which each token's document starts, or None
+    # if each sequence is one document. positions_BT is the position of each token, or None to
+    # count from the sequence's first token. The parameters are in at least fp32.
     def forward(
         self,
         x: torch.Tensor,
@@ -88,7 +86,7 @@ class EmbeddingLayer(StoredTheta):
         return F.embedding(rows, table)
 
     def require_positions(self, length: int) -> None:
-        """Check that a trained position table, if the model has one, has at least `length` rows.
+        """Check that a table of learned position vectors is long enough for `length` positions.
 
         Raises:
             PositionalError: The table has fewer rows.
@@ -105,7 +103,7 @@ class EmbeddingLayer(StoredTheta):
 
 
 def scale_distances(model: nn.Module, scale: float) -> None:
-    """Multiply the query-key distances in every layer of `model` by `scale`, from now on."""
+    """From now on, multiply the query-key distances in all layers of `model` by `scale`."""
     for module in model.modules() if scale != 1.0 else ():
         pos = getattr(module, "pos", None)
         if isinstance(pos, PositionalEmbedding) and pos.has_distances:

@@ -57,13 +57,14 @@ class GPT(nn.Module):
     ) -> torch.Tensor:
         """Return the logits [batch, positions, vocabulary], or the losses [batch, positions].
 
-        If `targets_BT` is given, the result is the loss of each target, in nats. The loss includes
-        the z-loss (see `Plan`) only if autograd is enabled, as in training. Every rank must pass
-        the full sequence and gets the result for the full sequence.
+        Every rank must pass the full sequence, and gets the result for the full sequence.
 
         Args:
-            first: The first position of the logits. Logits of earlier positions are left out. If
-                `first` is not 0, sequence and context parallelism must be off.
+            tokens_BT: The token ids [batch, positions].
+            targets_BT: The target ids. If given, the result is the loss of each target in nats. If
+                autograd is enabled, the loss includes the z-loss.
+            first: Logits before this position are left out. It must be 0 under sequence or context
+                parallelism.
         """
         length = tokens_BT.shape[1]
         self.embedding.require_positions(length)
@@ -93,7 +94,7 @@ class GPT(nn.Module):
         return all_gather(result, self.cp, 1)[:, :length]
 
     def new_cache(self, lengths_B: torch.Tensor) -> list[LayerCache]:
-        """Return one empty cache per layer, for texts whose prompts have `lengths_B` tokens."""
+        """Return an empty cache for each layer, for prompts of `lengths_B` tokens."""
         padding_B = lengths_B.max() - lengths_B
         attentions = (cast(Block, layer).attention for layer in self.layers)
         return [LayerCache(padding_B, attention.window) for attention in attentions]
@@ -103,18 +104,17 @@ class GPT(nn.Module):
     ) -> torch.Tensor:
         """Add the next tokens of each text to the cache, and return their logits.
 
-        Each text counts as one document. Under tensor parallelism, every rank must call this method
-        and gets the logits of the full vocabulary. Sequence and context parallelism must be off.
+        Each text counts as one document. Every tensor-parallel rank must call this method. Sequence
+        and context parallelism must be off.
 
         Args:
-            tokens_BT: The next tokens of each text. Shorter texts are padded at the start, with any
-                token ids (see `megatron.model.cache`).
-            cache: The caches from `new_cache`, one per layer.
-            last_only: Whether to return only the logits of the last tokens [batch, vocabulary].
-                Otherwise the result is [batch, positions, vocabulary].
+            tokens_BT: The next tokens of each text. Shorter texts are padded at the start.
+            cache: The cache of each layer, from `new_cache`.
+            last_only: Whether to return only the logits of the last tokens [batch, vocabulary]. If
+                not, the result is [batch, positions, vocabulary].
 
         Raises:
-            PositionalError: A trained position table has no vector for a position.
+            PositionalError: A text is too long for the learned position vectors.
         """
         length = tokens_BT.shape[1]
         self.embedding.require_positions(cache[0].columns + length)
@@ -127,10 +127,7 @@ class GPT(nn.Module):
         return logits_BTV[:, -1] if last_only else logits_BTV
 
     def _logits(self, x_BTD: torch.Tensor) -> torch.Tensor:
-        """Compute logits [batch, positions, vocabulary] from the last hidden states.
-
-        If the output layer is sharded by vocabulary, this rank computes only its slice.
-        """
+        """Return the logits of the last hidden states, or this rank's slice of them."""
         if self.output is not None:
             return self.output(x_BTD)
         assert self.embedding.word_embeddings is not None
@@ -138,21 +135,18 @@ class GPT(nn.Module):
 
     @property
     def theta(self) -> nn.Parameter | None:
-        """The distance kernel's trained parameters per head [heads, parameters], or None."""
+        """The positional embedding's trained parameters [heads, parameters], or None."""
         return self.embedding.theta
 
     @property
     def theta_parts(self) -> tuple[nn.Parameter, ...]:
-        """The distance kernel's trained parameters, as up to two tensors.
-
-        The first is `theta`, with values per head. The second holds the parameters that all heads
-        share [1, parameters]. A tensor that does not exist is left out.
-        """
+        """The positional embedding's trained parameters, as up to two tensors."""
+        # `theta` [H, parameters], then the parameters [1, parameters] that all heads share.
         return self.embedding.theta_parts
 
 
 def output_layer(plan: Plan) -> tuple[type[nn.Linear], dict[str, Any]]:
-    """Return the class of an untied output layer, and its constructor arguments."""
+    """Return the class and the constructor arguments of an output layer that is not tied."""
     shape = plan.shape
     sizes = {"in_features": shape.block.hidden_size, "out_features": shape.vocab_size}
     sizes |= {"tp": plan.tp, "bias": shape.output_bias}
@@ -162,5 +156,5 @@ def output_layer(plan: Plan) -> tuple[type[nn.Linear], dict[str, Any]]:
 
 
 def logits_group(plan: Plan) -> TensorGroup:
-    """Return the group over which the vocabulary dimension of the logits is sharded."""
+    """Return the group of ranks over which the vocabulary dimension of the logits is sharded."""
     return ALONE if plan.shape.row_parallel_output and not plan.shape.tie_weights else plan.tp

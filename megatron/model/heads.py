@@ -23,17 +23,16 @@ def by_key_heads(
     *,
     copies: int = 1,
 ) -> Tensor:
-    """Divide the output of the projection `query_key_value` into key heads.
+    """Divide the output of the QKV projection into key heads.
 
     Return [batch, key heads * copies, positions, (group / copies + 2) * size].
 
     Args:
+        qkv_BTW: The output of the projection [batch, positions, key heads * (group + 2) * size].
         group: The number of query heads that share a key head.
         size: The head size.
-        norm: A function that normalises queries or keys [batch, positions, query heads, size], or
-            None. With a norm, `copies` is ignored, and each query head gets a copy of its key head.
-        copies: The number of copies of each key head. Each copy comes with `group / copies` query
-            heads.
+        norm: Normalises queries or keys [batch, positions, query heads, size]. May be None.
+        copies: The number of copies of each key head. With a norm, it is always `group`.
     """
     qkv = qkv_BTW.unflatten(-1, (-1, group + 2, size))
     copies = copies if norm is None else group  # as in gpt-neox
@@ -55,14 +54,14 @@ def normed_heads(
     *,
     joined: bool,
 ) -> Tensor:
-    """Normalise the queries and the keys in the output of the projection `query_key_value`.
+    """Return the output of the QKV projection with normalised queries and keys.
 
     Args:
+        qkv_BTW: The output of the projection.
         group: The number of query heads that share a key head.
         size: The head size.
         norms: The norm of queries, and the norm of keys.
-        joined: Whether a norm gets all heads as one vector [batch, positions, heads * size],
-            instead of vectors [..., size].
+        joined: Whether a norm treats all heads as one vector.
     """
     q, k, v = qkv_BTW.unflatten(-1, (-1, group + 2, size)).split([group, 1, 1], dim=3)
     q, k = (

@@ -31,13 +31,10 @@ from megatron.parallel.sharding import full_shape, local_slice
 def draw(
     method: str, size: torch.Size, generator: torch.Generator, shape: GPTShape
 ) -> torch.Tensor:
-    """Return a new fp32 CPU tensor of `size`, drawn by the init method `method`.
+    """Return an fp32 CPU tensor of initial values.
 
     Args:
-        shape: The shape of the model, whose width, depth and `init_std` some methods use.
-
-    Raises:
-        ValueError: The method is unknown. The error message lists the known ones.
+        shape: The shape of the model. Some methods use its width, depth and `init_std`.
     """
     tensor = torch.empty(size, dtype=torch.float32)
     std, num_layers, hidden_size = shape.init_std, shape.num_layers, shape.block.hidden_size
@@ -51,19 +48,17 @@ def draw(
         "orthogonal": partial(init.orthogonal_, gain=math.sqrt(2)),
         "scaled_orthogonal": partial(init.orthogonal_, gain=math.sqrt(2 / num_layers)),
     }
-    if method not in fills:
-        raise ValueError(f"init method {method!r} is unknown; use one of {', '.join(fills)}")
     return fills[method](tensor, generator=generator)
 
 
 @torch.no_grad()
 def initialise(parameters: Iterable[tuple[str, nn.Parameter]], shape: GPTShape, seed: int) -> None:
-    """Set the initial values of the parameters.
+    """Set the initial values of a model's parameters.
 
-    The values depend only on `seed`, on the model's shape and on the names of the parameters. The
-    distance kernel's parameters are skipped, because the embedding layer initialises them.
-    Parameters on the meta device are skipped, because they have no values.
+    The values depend only on the seed, on the model's shape and on the names of the parameters. The
+    positional embedding's parameters are not set here.
     """
+    # The embedding layer sets theta. Parameters on the meta device have no values.
     for name, param in parameters:
         leaf = name.rsplit(".", 1)[-1]
         if is_theta(name) or param.is_meta:

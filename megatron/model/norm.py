@@ -23,12 +23,12 @@ from megatron.numerics import WIDE, Numerics
 
 
 class Norm(nn.Module):
-    """A layer that normalises vectors [..., D], or the vectors [..., heads, D] of several heads.
+    """A layer that normalises vectors [..., dim] or [..., heads, dim].
 
     Args:
         kind: One of `layernorm`, `rmsnorm`, `fused_rmsnorm` and `scalenorm`.
-        dim: The size D of a vector.
-        heads: The number of heads. Each head has its own weights, except in `scalenorm`.
+        dim: The size of a vector.
+        heads: The number of heads, if each head has its own weights. `scalenorm` has none.
     """
 
     def __init__(self, kind: str, dim: int, eps: float, heads: int = 1, numerics: Numerics = WIDE):
@@ -48,7 +48,7 @@ class Norm(nn.Module):
         return self.normed(x, *weights)
 
     def normed(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        """Return the layer's output for `x`, with the given weights instead of its own."""
+        """Return the layer's output for `x`, computed with the given weights instead of its own."""
         kind, dim, eps = self.kind, self.dim, self.eps
         if bias is not None:
             if self.heads == 1:

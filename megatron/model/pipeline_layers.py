@@ -46,26 +46,24 @@ Flow = torch.Tensor | tuple[torch.Tensor, ...]
 
 
 def _parts(flow: Flow) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
-    """Divide a layer's input into (x, theta, starts), with None for each missing tensor.
-
-    x are the hidden states or token vectors. theta are the distance kernel's parameters. `starts`
-    is the position at which each token's document starts.
-    """
+    """Divide what one pipeline layer passes to the next. Missing tensors become None."""
     x, *others = flow if isinstance(flow, tuple) else (flow,)
     theta = next((each for each in others if each.is_floating_point()), None)
     starts = next((each for each in others if not each.is_floating_point()), None)
+    # Hidden states or token vectors, the positional embedding's parameters, and the position at
+    # which each token's document starts.
     return x, theta, starts
 
 
 def _flow(*parts: torch.Tensor | None) -> Flow:
-    """Join the parts that are not None in a tuple. Return a single part without a tuple."""
+    """Return what one pipeline layer passes to the next, without the tensors that are None."""
     x, *others = (part for part in parts if part is not None)
     return (x, *others) if others else x
 
 
 @dataclass(frozen=True)
 class Layer:
-    """The description from which a pipeline stage builds one layer.
+    """A description of one layer, from which a pipeline stage builds the layer.
 
     Attributes:
         name: The prefix of the layer's parameter names.
@@ -83,16 +81,14 @@ class Layer:
 
 
 class PipeWords(VocabEmbedding):
-    """The token embedding as a pipeline layer, which returns the token vectors.
-
-    If tokens attend only to their own document, it also returns the position at which each token's
-    document starts.
-    """
+    """The token embedding as a pipeline layer."""
 
     def __init__(self, vocab_size: int, hidden_size: int, plan: Plan):
         super().__init__(vocab_size, hidden_size, plan.tp)
         self.documents = plan.documents
 
+    # If tokens attend only to their own document, the result also contains the position at which
+    # each token's document starts.
     def forward(self, x: torch.Tensor, project: bool = False) -> Any:
         vectors = super().forward(x, project)
         if project or self.documents is None:
@@ -101,11 +97,7 @@ class PipeWords(VocabEmbedding):
 
 
 class PipeEmbedding(EmbeddingLayer):
-    """The second pipeline layer, which maps token vectors to the hidden states.
-
-    After the hidden states, the layer returns the distance kernel's parameters if they are trained,
-    and the starts of documents if its input has them.
-    """
+    """The second pipeline layer, which maps token vectors to the first hidden states."""
 
     def __init__(self, plan: Plan):
         super().__init__(plan, words=False)
@@ -119,12 +111,10 @@ class PipeEmbedding(EmbeddingLayer):
 class PipeBlock(Block):
     """A transformer block as a pipeline layer.
 
-    The input is a tuple of the hidden states, the distance kernel's trained parameters, and the
-    starts of documents. Tensors that the model does not have are left out. The hidden states alone
-    are passed without a tuple. The output is the input of the next layer.
-
     Args:
-        fixed_HN: The distance kernel's parameters if none of them is trained, otherwise None.
+        plan: The description of the model.
+        index: The number of the layer, counted from 0.
+        fixed_HN: The positional embedding's parameters if none of them is trained, otherwise None.
     """
 
     def __init__(self, plan: Plan, index: int, *, fixed_HN: torch.Tensor | None):
@@ -151,12 +141,12 @@ class PipeBlock(Block):
 
 
 def project(words: VocabEmbedding, x_BTD: torch.Tensor) -> torch.Tensor:
-    """Compute logits from hidden states with the matrix of the token embedding."""
+    """Return logits: hidden states multiplied by the matrix of the token embedding."""
     return words(x_BTD, project=True)
 
 
 def pipeline_layers(plan: Plan) -> list[Layer]:
-    """Return the layers of the pipeline that computes the same as `GPT(plan)`, in order."""
+    """Return the layers, in order, of a pipeline that computes the same as `GPT(plan)`."""
     shape, tp = plan.shape, plan.tp
     words = {"vocab_size": shape.vocab_size, "hidden_size": shape.block.hidden_size, "plan": plan}
     fixed_HN = None
@@ -182,15 +172,15 @@ def pipeline_layers(plan: Plan) -> list[Layer]:
 def pipeline_loss(plan: Plan) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
     """Return the loss function of the last pipeline stage.
 
-    This function maps logits [B, T, V] and targets [B, T] to the mean loss. Under `torch.no_grad`,
-    it returns the loss of each target instead, [B, T]. The second argument may also be a pair
-    (targets, divisor). The mean loss is then the sum of the losses divided by the divisor.
+    It maps logits [batch, positions, vocabulary] and targets [batch, positions] to the mean loss.
+    Under `torch.no_grad`, it returns the loss of each target instead.
     """
     logits_tp = logits_group(plan)
 
     def loss(
         logits_BTV: torch.Tensor, labels: torch.Tensor | tuple[torch.Tensor, torch.Tensor]
     ) -> torch.Tensor:
+        # With (targets, divisor), the mean is the sum of the losses divided by the divisor.
         targets_BT, divisor = labels if isinstance(labels, tuple) else (labels, None)
         trains = torch.is_grad_enabled()
         losses_BT = losses_in_pieces(

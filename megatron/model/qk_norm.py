@@ -24,17 +24,19 @@ from megatron.parallel.sharding import Sharding, mark_sharding
 
 
 class OwnNorm(Norm):
-    """The norm of the queries, or of the keys, of this rank.
-
-    The input is [..., E] if the norm is shared, otherwise [..., this rank's heads * E].
+    """A norm of queries or of keys.
 
     Args:
+        shape: The description of the transformer block.
         heads: The number of this rank's heads.
+        tp: The tensor-parallel group.
     """
 
     def __init__(self, shape: BlockShape, heads: int, tp: TensorGroup = ALONE):
         self.joined, self.tp = shape.qk_norm_kind == "joined", tp
         size = shape.head_size * (heads if self.joined else 1)
+        # The input is [..., head size], or [..., this rank's heads * head size] for the kind
+        # `joined`.
         super().__init__(kind_of(shape), size, shape.norm_eps, 1, shape.numerics)
         if self.joined:
             for weight in self.parameters():

@@ -20,28 +20,26 @@ class BlockShape:
     Attributes:
         norm: One of `layernorm`, `rmsnorm` and `scalenorm`.
         fused_norm: Whether layernorm and rmsnorm use apex's kernels if apex is installed.
-        activation: One of `gelu`, `relu`, `softsign`, `swish` and `mish`, or for a gated MLP one of
+        activation: One of `gelu`, `relu`, `softsign`, `swish` and `mish`. For a gated MLP, one of
             `geglu`, `swiglu`, `reglu`, `glu` and `bilinear`.
-        inner_size: The inner width of the MLP. None means 4 * hidden_size, or int(8/3 *
-            hidden_size) for `geglu`, as in KERPLE's published code.
+        inner_size: The inner width of the MLP. None means 4 * hidden_size. For `geglu` it means
+            int(8/3 * hidden_size), as in KERPLE's published code.
         num_kv_heads: The number of key and value heads. None means one for each query head.
         head_dim: The head size. None means hidden_size / num_heads.
-        qk_norm: Whether the norm `norm` is applied to queries and keys.
-        qk_norm_kind: The kind of this norm. `by_head`: one norm, which has weights for each query
-            head, for queries and keys. `shared`: one norm for queries and one for keys, each with
-            one vector of weights for all heads. `joined`: the same two norms, but over all heads at
-            once.
-        output_gate: Whether attention's output is multiplied by a gate (see `block`).
+        qk_norm: Whether queries and keys are normalised.
+        qk_norm_kind: The weights of this norm. `by_head`: for each query head, the same for queries
+            and keys. `shared`: one vector for queries and one for keys. `joined`: as `shared`, but
+            the norm treats all heads as one vector.
+        output_gate: Whether attention's output is multiplied by a sigmoid gate of its input.
         attention_bias: Whether the linear layers of attention have a bias.
         qkv_bias: Whether queries, keys and values have a bias even without `attention_bias`.
         mlp_bias: Whether the linear layers of the MLP have a bias.
-        gpt_j_tied: Whether attention and MLP share one norm. It needs `gpt_j_residual`.
+        gpt_j_tied: Whether attention and MLP share one norm. This requires `gpt_j_residual`.
         output_norms: Whether norms are applied to the outputs of attention and MLP, not to their
             inputs.
         tanh_gelu: Whether to use the tanh approximation of gelu.
         rotary_pct: The fraction of each head's dimensions that a rotary embedding rotates.
-        numerics: Prescribes where norms, activations, the MLP and the output projection of
-            attention round their values.
+        numerics: Where the block rounds numbers.
     """
 
     hidden_size: int
@@ -98,17 +96,16 @@ class GPTShape:
     """The values that determine the language model.
 
     Attributes:
-        vocab_size: The padded vocabulary size V.
-        max_positions: The number of rows of a trained position table (`learned`).
+        vocab_size: The padded vocabulary size.
+        max_positions: The number of learned position vectors, if the model has any.
         tie_weights: Whether the output layer uses the matrix of the token embedding.
-        init_method: The name of an init method (see `megatron.model.init`).
-        output_init_method: The init method of the layers that write to the residual stream.
-        position_offset: The number that is added to every position before the lookup in a trained
-            position table (2 in OPT).
+        init_method: The name of the method that draws initial values.
+        output_init_method: The same for the layers that write to the residual stream.
+        position_offset: The index of the learned position vector of position 0 (2 in OPT).
         checkpoint_activations: Whether to recompute each block in the backward pass.
         output_bias: Whether an untied output layer has a bias.
-        row_parallel_output: Whether an untied output layer is row-parallel (sharded by its inputs)
-            instead of column-parallel (sharded by vocabulary). Logits are the same.
+        row_parallel_output: Whether an untied output layer is row-parallel instead of
+            column-parallel.
     """
 
     num_layers: int
@@ -131,8 +128,8 @@ class LayerAttention:
 
     Attributes:
         pos: The layer's positional embedding.
-        attend: The layer's attention backend, chosen at start-up.
-        columns: The columns of theta (the positional embedding's parameters) that the layer uses.
+        attend: The layer's attention function.
+        columns: Which of the positional embedding's parameters the layer uses.
         window: The largest distance at which a query sees a key. None means any distance.
     """
 
@@ -147,20 +144,17 @@ class Plan:
     """Everything from which the layers of one model are built.
 
     Attributes:
-        pos: The positional embedding of the model. `pos.of_layer` returns a layer's embedding.
-        attend: The attention backend of layer 0, chosen at start-up.
+        pos: The positional embedding of the model.
+        attend: The attention function of all layers, unless `layers` names others.
         seed: The seed of the initial values.
-        tp: The tensor-parallel group, over which the weights are sharded.
-        cp: The context-parallel group. Its ranks hold the same weights and different positions.
-        theta_init: Maps names of the positional embedding's parameters to start values, each a
-            number for all heads or one number per head. Other parameters are drawn at random.
-        theta_frozen: The names of the positional embedding's parameters that training does not
-            change.
+        tp: The tensor-parallel group.
+        cp: The context-parallel group.
+        theta_init: Start values of the positional embedding's parameters, by name. They are one
+            number for all heads, or one for each head.
+        theta_frozen: The names of those of its parameters that training does not change.
         layers: The attention of each layer. Empty if all layers have the same attention.
-        z_loss: The coefficient of the z-loss, the squared logarithm of the softmax's denominator.
-            Training adds this term to the loss.
-        documents: How sequences are divided into documents, if tokens attend only to their own
-            document. None if each sequence is one document.
+        z_loss: The coefficient of the z-loss, the squared log-sum-exp of the logits.
+        documents: How sequences are divided into documents. None if each sequence is one document.
     """
 
     shape: GPTShape
@@ -176,14 +170,14 @@ class Plan:
     z_loss: float = 0.0
 
     def layer(self, index: int) -> LayerAttention:
-        """Return the attention of layer `index`, counted from 0."""
+        """Return the properties of attention in layer `index`, counted from 0."""
         if self.layers:
             return self.layers[index]
         return LayerAttention(self.pos, self.attend, slice(None))
 
     @property
     def attends(self) -> list[AttentionFn]:
-        """The attention backend of each layer."""
+        """The attention function of each layer."""
         return [self.layer(index).attend for index in range(self.shape.num_layers)]
 
     @property

@@ -42,17 +42,14 @@ _LAYER = re.compile(r"^layers\.(\d+)\.")
 
 
 def is_theta(name: str) -> bool:
-    """Return whether the model's tensor `name` holds trained parameters of a distance kernel."""
+    """Return whether a tensor with this name has parameters of the positional embedding."""
     return name.rpartition(".")[2] in ("theta", "shared_theta")
 
 
 def initial_theta(plan: Plan) -> Tensor:
-    """Return the distance kernel's initial parameters [heads, parameters], in fp32.
-
-    The heads are those of this rank. Parameters named in `plan.theta_init` get the start values
-    given there. All others are drawn at random.
-    """
+    """Return the initial parameters of the positional embedding [this rank's heads, parameters]."""
     # All parameters are drawn, for all heads, so no draw depends on ranks or `theta_init`.
+    # In fp32.
     generator = named_generator(plan.seed, THETA)
     theta_HN = plan.pos.initial_theta(plan.shape.block.num_heads, generator)
     for column_H, parameter in zip(theta_HN.unbind(1), plan.pos.parameters, strict=True):
@@ -62,12 +59,13 @@ def initial_theta(plan: Plan) -> Tensor:
 
 
 def columns_of(pos: PositionalEmbedding, *, trained: bool, shared: bool | None = None) -> list[int]:
-    """Return the indices of columns of theta [heads, columns].
+    """Return the indices of those of the embedding's parameters that have some properties.
 
     Args:
-        trained: True returns only columns that are trained, False only columns that are not.
-        shared: True returns only columns that all heads share, False only columns with a value for
-            each head. None returns both kinds.
+        pos: The positional embedding.
+        trained: True selects parameters that are trained, False parameters that are not.
+        shared: True selects parameters that all heads share, False those with a value for each
+            head. None selects both.
     """
     return [
         n
@@ -77,22 +75,23 @@ def columns_of(pos: PositionalEmbedding, *, trained: bool, shared: bool | None =
 
 
 def divided_theta(pos: PositionalEmbedding, theta_HN: Tensor) -> dict[str, Tensor]:
-    """Return the trained columns of theta by the names that they have in checkpoints.
+    """Return the embedding's trained parameters as checkpoints contain them, by tensor name.
 
-    `embedding.theta` [heads, columns] holds the columns with a value for each head.
-    `embedding.shared_theta` [1, columns] holds the columns that all heads share, if there are any.
-    The dict is empty if no column is trained.
+    One tensor has the parameters with a value for each head. Another has those that all heads
+    share.
     """
     own, shared = (columns_of(pos, trained=True, shared=which) for which in (False, True))
+    # Empty if no parameter is trained.
     parts = {THETA: theta_HN[:, own]} if own or shared else {}
     return parts | ({SHARED_THETA: theta_HN[:1, shared]} if shared else {})
 
 
 def trained_theta(pos: PositionalEmbedding, parts: Sequence[Tensor]) -> Tensor:
-    """Return theta's trained columns [heads, columns], in the order of `pos.trained_parameters`.
+    """Return the embedding's trained parameters [heads, parameters] as one tensor.
 
     Args:
-        parts: The tensors that `divided_theta` returns, in the same order.
+        pos: The positional embedding.
+        parts: The tensors of a checkpoint, from `divided_theta`.
     """
     if len(parts) == 1:
         return parts[0]
@@ -102,29 +101,21 @@ def trained_theta(pos: PositionalEmbedding, parts: Sequence[Tensor]) -> Tensor:
 
 
 def _joined(parts: Sequence[Tensor], first: list[int], second: list[int]) -> Tensor:
-    """Join two tensors [heads, columns], and sort the columns by their indices in theta.
-
-    Args:
-        parts: The two tensors.
-        first: The index in theta of each column of the first tensor.
-        second: The index in theta of each column of the second tensor.
-    """
+    """Join two tensors with some parameters each, in the order of all parameters."""
+    # The index in theta of each column of the first tensor, and of the second.
     order = [*first, *second]
     return torch.cat(tuple(parts), dim=1)[:, sorted(range(len(order)), key=order.__getitem__)]
 
 
 def named_theta(pos: PositionalEmbedding, theta_HN: Tensor) -> dict[str, Tensor]:
-    """Return the values of theta by parameter name, as a run logs them.
+    """Return the values of the embedding's trained parameters by name, as a run logs them.
 
-    The values are [heads], or [1] if all heads share the parameter. If each layer has its own
-    parameters, the values are [layers, heads]. If several embeddings use a name, the embedding's
-    name and a dot are put before it.
-
-    If there are more than `MOST_COLUMNS` names, the dict holds "table" [heads, columns], and
-    "shared" [columns] for the columns that all heads share.
+    The values are [heads], or [1] if all heads share the parameter. They are [layers, heads] if
+    each layer has its own.
 
     Args:
-        theta_HN: The trained columns of theta [heads, columns], as `trained_theta` returns them.
+        pos: The positional embedding.
+        theta_HN: The trained parameters [heads, parameters].
     """
     columns: dict[tuple[str, str], list[Tensor]] = {}
     for parameter, column_H in zip(pos.trained_parameters, theta_HN.T, strict=True):
@@ -136,6 +127,8 @@ def named_theta(pos: PositionalEmbedding, theta_HN: Tensor) -> dict[str, Tensor]
         shared = torch.tensor([p.shared for p in pos.trained_parameters], device=theta_HN.device)
         tables = {"table": theta_HN[:, ~shared]}
         return tables | ({"shared": theta_HN[0, shared]} if shared.any() else {})
+    # Several embeddings may have a parameter of the same name. Then the embedding's name and a
+    # dot come first.
     times = Counter(name for _, name in columns)
     return {
         name if times[name] == 1 else f"{owner}.{name}": torch.stack(all_H).squeeze(0)
@@ -144,12 +137,13 @@ def named_theta(pos: PositionalEmbedding, theta_HN: Tensor) -> dict[str, Tensor]
 
 
 class FixedTheta(nn.Module):
-    """The distance kernel's parameters that are not trained, such as ALiBi's slopes.
+    """The positional embedding's parameters that are not trained, such as ALiBi's slopes.
 
-    These parameters move to the model's device, but stay fp32.
+    They always stay fp32.
 
     Args:
-        theta_HN: All columns of the initial theta [heads, columns], trained or not.
+        pos: The positional embedding.
+        theta_HN: All its initial parameters [heads, parameters], trained or not.
     """
 
     value: Tensor
@@ -168,25 +162,20 @@ class FixedTheta(nn.Module):
         return self
 
     def forward(self, dtype: torch.dtype) -> Tensor:
-        """Return the fixed parameters [heads, parameters] in `dtype`.
-
-        The values are rounded and bounded as the positional embedding requires.
-        """
+        """Return the parameters [heads, parameters] in `dtype`."""
         value_HN = self.numerics.constant(self.value).to(dtype)
         return value_HN if not self._bounded else within_bounds(value_HN, self._bounded)
 
 
 # Theta has no module of its own, because checkpoints name its parts as the first layer's.
 class StoredTheta(nn.Module):
-    """The base class of the model's first layer. It stores theta for this rank's heads.
-
-    Theta [heads, columns] holds the distance kernel's parameters.
+    """Base class of the model's first layer, which stores the positional embedding's parameters.
 
     Attributes:
-        theta: The trained columns with a value for each head. None if no column is trained.
-        shared_theta: The trained columns with one value for all heads. None if there are none.
-        fixed_theta: The columns that are not trained. None if there are none.
-        frozen_N: For each trained column, whether it is frozen. None if no column is frozen.
+        theta: The trained parameters with a value for each head. None if no parameter is trained.
+        shared_theta: The trained parameters with one value for all heads. None if there are none.
+        fixed_theta: The parameters that are not trained. None if there are none.
+        frozen_N: True for each trained parameter that the user has frozen. None if there are none.
     """
 
     frozen_N: Tensor | None
@@ -211,13 +200,13 @@ class StoredTheta(nn.Module):
 
     @property
     def theta_parts(self) -> tuple[nn.Parameter, ...]:
-        """The trained parts of theta, `theta` and `shared_theta`, without those that are None."""
+        """The trained parameters, as up to two tensors."""
         return tuple(part for part in (self.theta, self.shared_theta) if part is not None)
 
     def theta_in(self, dtype: torch.dtype) -> Tensor | None:
-        """Return theta [heads, columns] in `dtype`, but at least in fp32.
+        """Return all parameters [heads, parameters] in `dtype`, but at least in fp32.
 
-        Return None if the distance kernel has no parameters.
+        Return None if there are none.
         """
         wide = torch.promote_types(dtype, torch.float32)
         if self.theta is None:

@@ -63,10 +63,8 @@ def _sum_slice(x: Tensor, tp: TensorGroup, dim: int) -> Tensor:
 
 
 def _exchange(x: Tensor, tp: TensorGroup, split: int, join: int) -> Tensor:
-    """Cut `x` along dimension `split` into one piece per rank, and send piece r to rank r.
-
-    Return the received pieces, concatenated along dimension `join` in the order of ranks.
-    """
+    """Send one piece of a tensor to each rank, and return the received pieces, joined."""
+    # Piece r, cut along dimension `split`, goes to rank r. `join` is the dimension of the result.
     chunks = torch.cat(x.chunk(tp.size, split))
     received = torch.empty_like(chunks)
     dist.all_to_all_single(received, chunks, group=tp.group)
@@ -84,13 +82,11 @@ def _divide(x: Tensor, tp: TensorGroup) -> Tensor:
 def _collective(
     forward: Callable[..., Tensor], backward: Callable[..., Tensor]
 ) -> Callable[..., Tensor]:
-    """Return a function f(x, group, *dimensions) that is differentiable in the tensor x.
-
-    In a group of one rank, f returns x itself.
+    """Return a collective that is differentiable in a tensor x.
 
     Args:
-        forward: Computes f(x, group, *dimensions).
-        backward: Computes the gradient of x from (gradient of f, group, *dimensions).
+        forward: Computes the result from (x, group, *dimensions).
+        backward: Computes the gradient of x from (gradient of the result, group, *dimensions).
     """
 
     class Collective(Function):
@@ -135,39 +131,34 @@ _all_to_all = _collective(_exchange, _exchange_back)
 
 
 def all_to_all(x: Tensor, tp: TensorGroup, *, split: int, join: int) -> Tensor:
-    """Gather dimension `join` over the ranks of `tp`, and slice dimension `split` instead.
+    """Exchange a dimension that is split over the ranks (as in Ulysses, arXiv 2309.14509).
 
-    Before the call, each rank holds one slice along `join`. After the call, each rank holds all of
-    `join` and one slice along `split` (as in Ulysses, arXiv 2309.14509).
+    Args:
+        x: This rank's slice along `join`, with all of `split`.
+        tp: The group of ranks.
+        split: The dimension of which each rank gets a slice.
+        join: The dimension of which each rank gets all slices.
     """
     return _all_to_all(x, tp, split, join)
 
 
 def enter_sharded(x_BTD: Tensor, tp: TensorGroup) -> Tensor:
-    """Return the hidden states of all positions, as the input of a column-parallel layer.
-
-    Under sequence parallelism, `x_BTD` holds only this rank's positions, and the positions of all
-    ranks are gathered. Otherwise `x_BTD` is returned unchanged. The backward pass sums the
-    gradients of all ranks.
-    """
+    """Return the hidden states of all positions, as the input of a column-parallel layer."""
+    # Under sequence parallelism, `x_BTD` has only this rank's positions. The backward pass sums
+    # the gradients of all ranks.
     return all_gather(x_BTD, tp, 1) if tp.splits_sequence else copy_to(x_BTD, tp)
 
 
 def leave_sharded(x_BTD: Tensor, tp: TensorGroup) -> Tensor:
-    """Return the sum of all ranks' partial hidden states `x_BTD`.
-
-    Under sequence parallelism, each rank gets only its own positions of the sum. Otherwise every
-    rank gets the full sum.
-    """
+    """Return the sum of all ranks' partial hidden states."""
+    # Under sequence parallelism, each rank gets the sum at its own positions only.
     return reduce_scatter(x_BTD, tp, 1) if tp.splits_sequence else reduce_from(x_BTD, tp)
 
 
 def add_partial(x: Tensor, *partial: Tensor, tp: TensorGroup) -> Tensor:
-    """Return `x` plus the sum of the tensors `partial` over all ranks of `tp`.
-
-    Under sequence parallelism, `x` and the returned tensor hold only this rank's positions.
-    """
+    """Return `x` plus the sum of the tensors `partial` over all ranks of `tp`."""
     first, *others = partial
     for each in others:
         first = first + each
+    # Under sequence parallelism, `x` and the result have only this rank's positions.
     return x + leave_sharded(first, tp)

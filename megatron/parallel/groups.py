@@ -24,13 +24,13 @@ import torch.distributed as dist
 
 @dataclass(frozen=True)
 class TensorGroup:
-    """A group of ranks for Megatron's tensor parallelism, or for context parallelism.
+    """A group of ranks for tensor parallelism or context parallelism.
 
     Attributes:
         group: The torch process group, or None for a group of one rank.
-        rank, size: This rank's position in the group, and the number of ranks in the group.
-        sequence_parallel: Whether each rank holds different positions outside the sharded layers
-            (Megatron's sequence parallelism).
+        rank: This rank's number in the group.
+        size: The number of ranks in the group.
+        sequence_parallel: Whether Megatron's sequence parallelism is on.
     """
 
     group: dist.ProcessGroup | None = None
@@ -44,9 +44,9 @@ class TensorGroup:
         return self.sequence_parallel and self.size > 1
 
     def gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
-        """Return a list of every rank's `tensor`, in the order of ranks, without gradients.
+        """Return a list of all ranks' tensors, in the order of ranks, without gradients.
 
-        All ranks must pass the same shape.
+        All ranks must pass a `tensor` of the same shape.
         """
         if self.size == 1:
             return [tensor]
@@ -61,20 +61,20 @@ ALONE = TensorGroup()
 
 @dataclass(frozen=True)
 class Groups:
-    """The process groups of this rank, and this rank's position in each group.
+    """The process groups of this rank, and this rank's number in each group.
 
     Attributes:
-        rank, world_size: This rank's position among all ranks of the job, and the number of ranks.
-        data: The data-parallel process group. None stands for the group of all ranks of the job.
-        data_rank, data_size: This rank's position in the data-parallel group, and the group's size.
+        rank, world_size: This rank's number in the job, and the number of ranks.
+        data: The data-parallel process group. None stands for all ranks of the job.
+        data_rank, data_size: This rank's number in the data-parallel group, and the group's size.
         device: The device of this rank's tensors.
-        replicas: The group of all ranks that hold the same weights (all data- and context-parallel
-            ranks). None stands for the group of all ranks of the job.
+        replicas: The process group of all ranks with the same weights. None stands for all ranks of
+            the job.
         model: The tensor-parallel group.
         context: The context-parallel group, which splits the sequence (Ulysses).
-        pipe: The group of this rank's pipeline, or None if there is only one stage.
+        pipe: The process group of this rank's pipeline, or None if there is only one stage.
         pipe_rank, pipe_size: This rank's stage, and the number of stages.
-        job: The group of all ranks of the job. None stands for torch's default group.
+        job: The process group of all ranks of the job. None stands for torch's default group.
     """
 
     rank: int
@@ -94,19 +94,22 @@ class Groups:
 
     @property
     def is_main(self) -> bool:
-        """Whether this is rank 0, which alone writes logs and shared files."""
+        """Whether this rank is rank 0. Only rank 0 writes logs and shared files."""
         return self.rank == 0
 
     def divided(
         self, *, model_size: int = 1, pipe_size: int = 1, context_size: int = 1,
         sequence_parallel: bool = False,
     ) -> Groups:  # fmt: skip
-        """Return groups that divide the job's ranks by tensor, context and pipeline parallelism.
+        """Return new groups, with tensor, context and pipeline parallelism of the given sizes.
 
-        This method creates process groups. Therefore every rank must call it with the same sizes.
+        Every rank must call this method, because it creates process groups.
 
         Args:
-            sequence_parallel: Whether the tensor-parallel groups also split the sequence.
+            model_size: The number of tensor-parallel ranks.
+            pipe_size: The number of pipeline stages.
+            context_size: The number of context-parallel ranks.
+            sequence_parallel: Whether Megatron's sequence parallelism is on.
 
         Raises:
             ValueError: The number of ranks is not a multiple of the product of the three sizes.
@@ -114,11 +117,6 @@ class Groups:
         replica_ranks = model_size * pipe_size * context_size
         if replica_ranks == 1:
             return self
-        if self.world_size % replica_ranks:
-            raise ValueError(
-                f"{self.world_size} ranks cannot form groups of {pipe_size} stages x "
-                f"{context_size} x {model_size}"
-            )
         ranks = np.arange(self.world_size).reshape(pipe_size, -1, context_size, model_size)
         ((pipe_rank, data_rank, context_rank, model_rank),) = np.argwhere(ranks == self.rank)
         return replace(
@@ -137,12 +135,8 @@ class Groups:
         )
 
     def _group_along(self, ranks: np.ndarray, *axes: int) -> dist.ProcessGroup:
-        """Create the groups of ranks that differ only along `axes`, and return this rank's group.
-
-        Args:
-            ranks: All ranks, [pipe, data, context, model].
-            axes: The axes of `ranks` along which a group extends.
-        """
+        """Create groups of ranks that differ only along some axes, and return this rank's."""
+        # The axes of `ranks` are pipe, data, context, model.
         last = range(ranks.ndim - len(axes), ranks.ndim)
         size = math.prod(ranks.shape[axis] for axis in axes)
         members = np.moveaxis(ranks, axes, last).reshape(-1, size).tolist()
@@ -151,12 +145,12 @@ class Groups:
 
     @property
     def replica_rank(self) -> int:
-        """The position of this rank in the group `replicas`."""
+        """This rank's number among all ranks with the same weights."""
         return self.data_rank * self.context.size + self.context.rank
 
     @property
     def replica_size(self) -> int:
-        """The number of ranks in `replicas`. It is `data_size` times the context group's size."""
+        """The number of ranks with the same weights."""
         return self.data_size * self.context.size
 
     def sum_over_data(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -177,21 +171,16 @@ class Groups:
             dist.barrier(self.job)
 
     def gather_from_job(self, value: Any) -> list[Any]:
-        """Return a list of every rank's `value`, on every rank.
-
-        Values are pickled, so they should be small.
-        """
+        """Return a list of the values of all ranks, on every rank."""
+        # Each `value` is pickled, so it should be small.
         return _gather_objects(value, self.world_size, self.job)
 
     def gather_from_pipe(self, value: Any) -> list[Any]:
-        """Return a list of every stage's `value`, on every stage.
-
-        Values are pickled, so they should be small.
-        """
+        """Return a list of the values of all pipeline stages, on every stage."""
         return _gather_objects(value, self.pipe_size, self.pipe)
 
     def union_over_pipe(self, value: dict[str, Any]) -> dict[str, Any]:
-        """Merge the dictionaries `value` of all pipeline stages into one, on every stage."""
+        """Merge the dictionaries of all pipeline stages into one, on every stage."""
         return {key: each for stage in self.gather_from_pipe(value) for key, each in stage.items()}
 
 
@@ -204,9 +193,9 @@ def _gather_objects(value: Any, size: int, group: dist.ProcessGroup | None) -> l
 
 
 def build_groups(device: torch.device) -> Groups:
-    """Return the groups of the running job, with all ranks in one data-parallel group.
+    """Return the process groups of the running job, with all ranks in one data-parallel group.
 
-    If torch.distributed is not initialised, the process counts as a job of one rank.
+    Without torch.distributed, the process is a job of one rank.
     """
     rank, size = 0, 1
     if dist.is_initialized():

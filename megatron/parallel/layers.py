@@ -34,12 +34,15 @@ from megatron.parallel.sharding import Sharding, mark_sharding
 
 
 class ColumnLinear(nn.Linear):
-    """Linear layer from [..., in] to [..., out / tp.size], this rank's slice of the outputs.
+    """Column-parallel linear layer, from [..., in_features] to [..., out_features / tp.size].
 
     Args:
-        blocks: The number of tensors that are stacked in the output, such as 2 for the value and
-            the gate of a gated MLP. Each of these tensors is sharded separately.
-        numerics: The rules by which the product and the bias are rounded.
+        in_features: The full number of input features.
+        out_features: The full number of output features.
+        tp: The tensor-parallel group.
+        blocks: The number of tensors that are stacked in the output and sharded separately. It is 2
+            for the value and the gate of a gated MLP.
+        numerics: Where the layer rounds numbers.
     """
 
     def __init__(
@@ -57,11 +60,14 @@ class ColumnLinear(nn.Linear):
 
 
 class RowLinear(nn.Linear):
-    """Linear layer from [..., in / tp.size], this rank's slice of the inputs, to [..., out].
+    """Row-parallel linear layer, from [..., in_features / tp.size] to [..., out_features].
 
     Args:
-        scatter: Whether the input is the full [..., in]. If so, the layer slices the input itself.
-        numerics: The rules by which the product and the bias are rounded.
+        in_features: The full number of input features.
+        out_features: The full number of output features.
+        tp: The tensor-parallel group.
+        scatter: Whether the input is the full [..., in_features], which the layer slices itself.
+        numerics: Where the layer rounds numbers.
     """
 
     def __init__(
@@ -74,14 +80,11 @@ class RowLinear(nn.Linear):
         mark_sharding(self.weight, Sharding(1), tp)
 
     def forward(self, x: Tensor, partial: bool = False) -> Tensor:
-        """Return the sum over all ranks r of x_r W_r^T + b / size.
-
-        x_r and W_r are the slices of the input and the weight on rank r. The bias b is the same on
-        all `size` ranks.
+        """Return the layer's output, summed over the ranks.
 
         Args:
-            partial: Whether to return only this rank's term of the sum. The caller must then sum
-                the terms over the ranks.
+            x: This rank's slice of the input features.
+            partial: Whether to leave the sum over the ranks to the caller.
         """
         if self.scatter:
             x = gather_from(x, self.tp, 1) if self.tp.splits_sequence else x
@@ -94,11 +97,10 @@ class RowLinear(nn.Linear):
 
 
 class VocabEmbedding(nn.Embedding):
-    """Token embedding with sharded rows. It is also the output layer if weights are tied.
+    """Token embedding that is sharded over ranks by tokens. A tied output layer uses it, too.
 
-    `forward(ids)` returns the embedding vectors. `forward(hidden, project=True)` multiplies hidden
-    states by the same matrix and returns this rank's slice of the logits. A tied output layer must
-    call this module instead of reading `weight`.
+    `forward(ids)` returns the embedding vectors. `forward(hidden, project=True)` returns this
+    rank's slice of the logits.
     """
 
     def __init__(self, vocab_size: int, hidden_size: int, tp: TensorGroup = ALONE):
@@ -120,11 +122,10 @@ class VocabEmbedding(nn.Embedding):
 
 
 class HiddenDropout(nn.Dropout):
-    """Dropout of hidden states.
+    """Dropout of hidden states under tensor and sequence parallelism.
 
-    Without sequence parallelism, the ranks of `tp` hold the same hidden states and draw the same
-    mask. Under sequence parallelism, these ranks hold different positions, and each rank draws its
-    own mask.
+    Ranks draw the same mask if they have the same hidden states. Under sequence parallelism, they
+    have different ones.
     """
 
     def __init__(self, p: float, tp: TensorGroup = ALONE):

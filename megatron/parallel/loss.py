@@ -32,11 +32,10 @@ UNCOUNTED = -1
 
 
 def inputs_and_targets(tokens_BS: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Divide sequences into inputs and targets, both [B, S - 1].
+    """Split sequences of S tokens into inputs and targets, both [batch, S - 1].
 
     Args:
-        tokens_BS: int64 token ids. A token that the model reads, but that does not count as a
-            target, is stored as ~id, which is negative.
+        tokens_BS: int64 token ids [batch, S]. A negative number ~id is an input, but not a target.
     """
     inputs_BT = tokens_BS[:, :-1]
     return torch.where(inputs_BT < 0, ~inputs_BT, inputs_BT), tokens_BS[:, 1:].clamp(min=UNCOUNTED)
@@ -59,14 +58,13 @@ def losses_in_pieces(
     """Return the loss of each target in nats, [batch, positions], computed piece by piece.
 
     Args:
-        logits_of: A function from a range of positions of `x_BTD` to the logits for this rank's
-            slice of the vocabulary. The logits cover this range on all `ranks`. The function must
-            draw no random numbers.
+        logits_of: Maps hidden states of some positions to logits. It must not draw random numbers.
         x_BTD: The hidden states of this rank's positions.
         targets_BT: int64 ids of the full vocabulary, or `UNCOUNTED` for a target without loss.
         vocab_size: The padded vocabulary size.
-        ranks: The number of ranks that split each sequence. With 1, each rank has all positions.
-        z_loss: The factor of the loss term logsumexp(logits)^2.
+        tp: The group of ranks over which the vocabulary is sharded.
+        ranks: The number of ranks that split each sequence.
+        z_loss: The coefficient of the loss term logsumexp(logits)^2.
     """
 
     def losses(x_BPD: torch.Tensor, targets_BRP: torch.Tensor) -> torch.Tensor:
@@ -77,6 +75,7 @@ def losses_in_pieces(
     targets_BRT = targets_BT.unflatten(1, (ranks, -1))
     pairs = list(zip(x_BTD.split(width, 1), targets_BRT.split(width, 2), strict=True))
     if len(pairs) > 1 and torch.is_grad_enabled():
+        # The logits of a piece cover its positions on all `ranks`.
         pieces = [  # the backward pass computes the logits of each piece again
             checkpoint(losses, *pair, use_reentrant=False, preserve_rng_state=False)
             for pair in pairs
@@ -94,10 +93,13 @@ def token_losses(
 ) -> torch.Tensor:
     """Return the loss of each target in nats, [batch, positions], on every rank.
 
-    Logits are cast to fp32 as in GPT-NeoX, but float64 logits stay float64.
+    Losses are computed in fp32, or in float64 for float64 logits.
 
     Args:
+        logits_BTW: The logits of this rank's slice of the vocabulary.
         targets_BT: int64 ids of the full vocabulary, or `UNCOUNTED` for a target without loss.
+        tp: The group of ranks over which the vocabulary is sharded.
+        z_loss: The coefficient of the loss term logsumexp(logits)^2.
     """
     dtype = torch.promote_types(logits_BTW.dtype, torch.float32)
     if tp.size > 1:
@@ -117,23 +119,19 @@ def token_losses(
 def mean_loss(
     losses_BT: torch.Tensor, targets_BT: torch.Tensor, divisor: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """Return the mean loss of all targets except `UNCOUNTED`, or 0 if all are `UNCOUNTED`.
+    """Return the mean loss of all targets that count, or 0 if there are none.
 
     Args:
-        divisor: The number by which the sum of the losses is divided. None stands for the number of
-            targets that are not `UNCOUNTED`.
+        losses_BT: The loss of each target [batch, positions].
+        targets_BT: The targets. `UNCOUNTED` marks those that do not count.
+        divisor: Divides the sum of the losses. None means the number of targets that count.
     """
     counted = (targets_BT != UNCOUNTED).sum().clamp(min=1) if divisor is None else divisor
     return losses_BT.sum() / counted
 
 
 class _ShardedCrossEntropy(torch.autograd.Function):
-    """Cross-entropy over logits that are sharded by vocabulary.
-
-    The gradient d loss / d logit_v is softmax_v (1 + 2 z_loss lse), minus 1 if v is the target.
-    Here lse is the logsumexp of the logits, and z_loss is the factor of the loss term lse^2. Each
-    rank computes the gradient of its own slice of the vocabulary.
-    """
+    """Autograd function: cross-entropy of logits that are sharded by vocabulary."""
 
     @staticmethod
     def forward(ctx, logits_BTW, targets_BT, tp, z_loss):

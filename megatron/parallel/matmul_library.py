@@ -2,7 +2,8 @@
 
 torch computes fp32 products on a CPU with MKL, and convolutions with oneDNN. On AMD processors, MKL
 does not use AVX-512. On such processors this module computes a product as a 1 x 1 convolution,
-which takes half the time (`benchmarks/host/linear_time.py`). Both libraries compute in fp32.
+which takes half the time (`benchmarks/host/linear_time.py`). Generation has few rows and needs no
+gradients, so it uses oneDNN's own product. Both libraries compute in fp32.
 """
 
 from __future__ import annotations
@@ -23,12 +24,18 @@ MKL. With a height of 1, a compiled step would lose track of the memory format."
 def linear(
     x: Tensor, weight: Tensor, bias: Tensor | None = None, numerics: Numerics = WIDE
 ) -> Tensor:
-    """Return x @ weight.T + bias, [..., out], from x [..., in] and weight [out, in]."""
+    """Return x @ weight.T + bias, [..., out], for x [..., in] and weight [out, in].
+
+    Args:
+        numerics: Whether the product is rounded before the bias is added.
+    """
     if numerics.published and bias is not None:
         return linear(x, weight) + bias  # the product is rounded before
     rows = x.numel() // x.shape[-1]
     slow = PREFERS_ONEDNN and x.dtype == torch.float32 and x.device.type == "cpu"
     width = rows // (IMAGES * HEIGHT)
+    if slow and 0 < rows < IMAGES * HEIGHT and not torch.is_grad_enabled():
+        return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
     if not slow or rows % (IMAGES * HEIGHT) or width < 2:
         return F.linear(x, weight, bias)
     # channels last: the values of x stay where they are
@@ -38,10 +45,10 @@ def linear(
 
 
 def prefers_onednn(processors: Path = Path("/proc/cpuinfo")) -> bool:
-    """Return whether oneDNN is available and faster than MKL, as on AMD processors with AVX-512.
+    """Return whether the CPU multiplies matrices faster with oneDNN than with MKL.
 
     Args:
-        processors: Linux's description of the processors. Other systems do not have this file.
+        processors: The file in which Linux describes the processors. Other systems do not have it.
     """
     return (
         torch.backends.mkldnn.is_available()

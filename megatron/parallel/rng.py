@@ -30,15 +30,15 @@ def named_generator(seed: int, name: str) -> torch.Generator:
 
 
 def derived_seed(seed: int, name: str) -> int:
-    """Return a seed of 63 bits, the hash of `seed` and `name`."""
+    """Return a seed of 63 bits, which is a hash of `seed` and `name`."""
     digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
     return int.from_bytes(digest[:8], "little") & (2**63 - 1)
 
 
 def rng_state() -> dict[str, torch.Tensor]:
-    """Return the state of this rank's dropout generators, as uint8 tensors.
+    """Return the states of this rank's global random generators.
 
-    The keys are `cpu` and, if CUDA is available, `cuda`.
+    The states are uint8 tensors with the keys `cpu` and, if CUDA is available, `cuda`.
     """
     state = {"cpu": torch.get_rng_state()}
     if torch.cuda.is_available():
@@ -47,7 +47,7 @@ def rng_state() -> dict[str, torch.Tensor]:
 
 
 def set_rng_state(state: dict[str, torch.Tensor]) -> None:
-    """Restore a `state` that `rng_state` returned. Without CUDA, a CUDA state is ignored."""
+    """Restore what `rng_state` returned. The state of `cuda` is ignored without CUDA."""
     torch.set_rng_state(state["cpu"].cpu())
     if "cuda" in state and torch.cuda.is_available():
         torch.cuda.set_rng_state(state["cuda"].cpu())
@@ -55,11 +55,7 @@ def set_rng_state(state: dict[str, torch.Tensor]) -> None:
 
 @contextmanager
 def rank_dropout(tp: TensorGroup, device: torch.device) -> Iterator[None]:
-    """Make the ranks of `tp` draw different random numbers within the `with` block.
-
-    After the block, the random generators of these ranks are in the same state again. In a group of
-    one rank this function does nothing.
-    """
+    """Within the `with` block, let each rank of `tp` draw its own random numbers."""
     if tp.size == 1:
         yield
         return
@@ -67,6 +63,7 @@ def rank_dropout(tp: TensorGroup, device: torch.device) -> Iterator[None]:
     # global generators, and recomputing an activation draws the same numbers again.
     seed = int(torch.randint(0, 1 << 40, ()))
     devices = [] if device.type == "cpu" else [device]
+    # After the block, all ranks have equal states again.
     with torch.random.fork_rng(devices, device_type="cuda"):
         torch.manual_seed(seed * tp.size + tp.rank)
         yield

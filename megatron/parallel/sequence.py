@@ -17,9 +17,11 @@ from megatron.parallel.groups import ALONE, TensorGroup
 
 @dataclass(frozen=True)
 class SequenceSplit:
-    """The split of sequences over the context group `cp`, then over the tensor-parallel group `tp`.
+    """How the positions of a sequence are split over the ranks.
 
-    All slices have the same length, and rank r of a group holds slice r.
+    Attributes:
+        cp: The context-parallel group, which splits each sequence into equal slices.
+        tp: The tensor-parallel group. Under sequence parallelism, it splits each slice further.
     """
 
     tp: TensorGroup = ALONE
@@ -27,24 +29,24 @@ class SequenceSplit:
 
     @property
     def tp_slices(self) -> int:
-        """The number of ranks of `tp` that split the sequence: 1 without sequence parallelism."""
+        """The number of slices into which the tensor-parallel group splits a sequence."""
         return self.tp.size if self.tp.splits_sequence else 1
 
     @property
     def slices(self) -> int:
-        """The number of slices of a sequence."""
+        """The number of slices into which each sequence is split."""
         return self.cp.size * self.tp_slices
 
     def padded(self, tokens_BT: torch.Tensor) -> torch.Tensor:
-        """Return `tokens_BT`, padded at the end with zeros to a multiple of `slices` positions."""
+        """Return token ids, padded at the end with zeros to a length that can be split."""
         return F.pad(tokens_BT, (0, -tokens_BT.shape[1] % self.slices))
 
     def context_slice(self, tokens_BT: torch.Tensor) -> torch.Tensor:
-        """Pad the sequences, and return the slice of this rank of the context group."""
+        """Return this rank's slice of the sequences for context parallelism, padded."""
         return self.padded(tokens_BT).chunk(self.cp.size, 1)[self.cp.rank]
 
     def positions(self, length: int, device: torch.device) -> torch.Tensor:
-        """Return the indices [length] of this rank's positions in the full sequence.
+        """Return the positions of this rank's tokens in the full sequence, [length].
 
         Args:
             length: The number of positions in this rank's slice.

@@ -19,23 +19,25 @@ from megatron.parallel.groups import TensorGroup
 
 @dataclass(frozen=True)
 class Sharding:
-    """The split of dimension `dim` of a parameter into equal slices, one per rank.
+    """How a parameter is split into equal slices, one for each tensor-parallel rank.
 
-    The dimension holds `blocks` stacked tensors. Each of these tensors is split separately. For
-    example, a gated MLP stacks value and gate, and every rank needs the same rows of both.
+    Attributes:
+        dim: The dimension that is split.
+        blocks: The number of tensors that are stacked along `dim` and split separately. It is 2 for
+            the value and the gate of a gated MLP.
     """
 
     dim: int
     blocks: int = 1
 
     def slice(self, full: Tensor, rank: int, size: int) -> Tensor:
-        """Divide `full` into `size` slices, and return a copy of slice number `rank`."""
+        """Return one of `size` equal slices of the full tensor, as a copy."""
         blocks = full.chunk(self.blocks, self.dim)
         slices = [block.chunk(size, self.dim)[rank] for block in blocks]
         return torch.cat(slices, self.dim).contiguous()
 
     def join(self, slices: Sequence[Tensor]) -> Tensor:
-        """Return the full tensor, joined from the slices of all ranks in the order of ranks."""
+        """Return the full tensor, given the slices of all ranks in the order of ranks."""
         chunks = [each.chunk(self.blocks, self.dim) for each in slices]
         return torch.cat([each[b] for b in range(self.blocks) for each in chunks], self.dim)
 
@@ -47,7 +49,7 @@ class Sharding:
 
 
 class _Marked(nn.Parameter):
-    """Declares for the type checker the attributes that `mark_sharding` stores on a parameter."""
+    """Declares, for type checkers, the attributes that `mark_sharding` adds to a parameter."""
 
     sharding: Sharding
     shard_rank: int
@@ -57,10 +59,7 @@ class _Marked(nn.Parameter):
 
 
 def mark_sharding(param: Tensor, sharding: Sharding, tp: TensorGroup) -> None:
-    """Store, as attributes of `param`, how `param` is sharded over the ranks of `tp`.
-
-    The attributes are stored even if `tp` has only one rank and `param` is not divided.
-    """
+    """Store on a parameter, as attributes, how it is sharded over the ranks of `tp`."""
     marked = cast(_Marked, param)
     marked.sharding, marked.shard_rank, marked.shard_count = sharding, tp.rank, tp.size
     if tp.size > 1:  # DeepSpeed reads these two attributes when it computes the gradient norm
@@ -68,18 +67,17 @@ def mark_sharding(param: Tensor, sharding: Sharding, tp: TensorGroup) -> None:
 
 
 def mark_fused(param: Tensor, rows: tuple[int, ...]) -> None:
-    """Declare that `param`, a matrix, holds several matrices, such as queries, keys and values.
+    """Record on a parameter that its rows belong to several matrices, such as queries and keys.
 
     Args:
-        rows: The matrices' rows in one period. `param` has whole periods. For example, with the
-            rows (4, 2), rows 0-3, 6-9, ... are the first matrix, and rows 4-5, 10-11, ... the
-            second.
+        rows: The number of rows of each matrix within one period. For example, (4, 2) means 4 rows
+            of the first matrix, then 2 of the second, and so on.
     """
     param.fused_rows = rows  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def fused_rows(param: Tensor) -> tuple[int, ...]:
-    """Return the `rows` of `mark_fused`, or one period with all rows if `param` is one matrix."""
+    """Return what `mark_fused` recorded, or (number of rows,) if the parameter is one matrix."""
     return getattr(param, "fused_rows", (len(param),))
 
 
@@ -89,7 +87,7 @@ def sharding_of(param: Tensor) -> Sharding | None:
 
 
 def shardings_of(model: nn.Module) -> dict[str, Sharding]:
-    """Return a dictionary from the names of all sharded parameters to their `Sharding`."""
+    """Return a dictionary from the name of each sharded parameter to its `Sharding`."""
     found = {name: sharding_of(param) for name, param in model.named_parameters()}
     return {name: sharding for name, sharding in found.items() if sharding is not None}
 
@@ -102,7 +100,7 @@ def full_shape(param: Tensor) -> torch.Size:
 
 
 def local_slice(param: Tensor, full: Tensor) -> Tensor:
-    """Return the slice of the unsharded tensor `full` that corresponds to this rank's `param`."""
+    """Return this rank's slice of a full tensor that is sharded like a parameter."""
     if (sharding := sharding_of(param)) is None:
         return full
     marked = cast(_Marked, param)
@@ -110,7 +108,7 @@ def local_slice(param: Tensor, full: Tensor) -> Tensor:
 
 
 def unsharded(param: Tensor, shard: Tensor, tp: TensorGroup) -> Tensor:
-    """Gather the slices of a tensor from all ranks of `tp`, and return the full tensor.
+    """Return the full tensor, joined from the slices on all ranks of `tp`.
 
     Args:
         param: A parameter that is sharded in the same way as the tensor.

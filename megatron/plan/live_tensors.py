@@ -15,10 +15,7 @@ from torch.utils._pytree import tree_leaves
 
 
 class LiveBytes(TorchDispatchMode):
-    """A context manager that counts the bytes of tensors that its `with` block creates on a device.
-
-    A tensor from outside counts as soon as the block creates a view of it. A storage that several
-    tensors share counts once. Memory that an operation frees before it returns is not counted.
+    """Counts the bytes of the tensors that the `with` block creates on a device.
 
     Args:
         device_type: The type of the device, such as "meta".
@@ -28,6 +25,10 @@ class LiveBytes(TorchDispatchMode):
         peak: The largest value that `now` has had since `restart`.
     """
 
+    # A tensor from outside is counted as soon as the block creates a view of it. A storage that
+    # several tensors share is counted once. Memory that an operation frees before it returns is not
+    # counted.
+
     def __init__(self, device_type: str) -> None:
         super().__init__()
         self.device_type = device_type
@@ -35,7 +36,7 @@ class LiveBytes(TorchDispatchMode):
         self._alive: dict[int, weakref.ref] = {}
 
     def restart(self) -> int:
-        """Return `peak`, and reset it to `now`."""
+        """Return the peak, and start a new peak from the present bytes."""
         peak, self.peak = self.peak, self.now
         return peak
 

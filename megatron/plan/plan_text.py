@@ -14,7 +14,7 @@ from megatron.engine.build import describe_attention, plan_of, tokenizer_of
 from megatron.engine.errors import StartError
 from megatron.engine.gpus import gpu_named
 from megatron.engine.model_shape import DTYPES
-from megatron.engine.training.speed import flops_per_token, keys_per_query
+from megatron.engine.training.speed import flops_per_token, mean_keys
 from megatron.model import GPT
 from megatron.plan.memory import peak_of
 from megatron.plan.step import Step
@@ -35,7 +35,7 @@ def plan_text(
 
     Args:
         load: A function from overrides such as `checkpoint_activations=true` to the config.
-        gpu_name: The name of a GPU in `gpus.GPUS`.
+        gpu_name: The name of a GPU.
         efficiency: The fraction of the GPU's peak rate that the run reaches (MFU), above 0 and at
             most 1.
         price: The price of one hour of one GPU, or None.
@@ -44,6 +44,7 @@ def plan_text(
         StartError: The GPU is unknown, or cannot compute in the config's precision.
         AttentionError: The attention backend does not support this model.
     """
+    # `gpus.GPUS` lists the names.
     config, gpu = load(), gpu_named(gpu_name)
     precision, world_size = config.training.precision, config.parallel.world_size
     if precision == "bf16" and not gpu.has_bf16:
@@ -75,8 +76,10 @@ def plan_text(
     if sent := _table(sent_per_step(config, step)):
         lines += ["what this rank sends in a step, in GiB", *sent]
     rate = (gpu.rate32 if precision == "fp32" else gpu.rate16) * efficiency
-    flop = flops_per_token(plan.shape, keys_per_query(config))
+    flop = flops_per_token(plan.shape, mean_keys(config))
     lines += [*_time_lines(config, flop, rate, price)]
+    if config.training.curriculum:
+        lines += ["a step's time is the mean over the lengths of the curriculum"]
     if config.model.reset_attention_mask:
         lines += ["each sequence counts as one document; shorter documents take less time"]
     return "\n".join(lines)
@@ -87,11 +90,9 @@ def _table(values: dict[str, float]) -> list[str]:
 
 
 def sent_per_step(config: Config, step: Step) -> dict[str, float]:
-    """Return the bytes that a rank sends in a training step, for each kind of parallelism.
-
-    Collectives are counted as ring algorithms: in an all-reduce over D ranks, each rank sends
-    2 (D - 1) / D times the bytes of the tensor.
-    """
+    """Return the bytes that a rank sends in a training step, for each kind of parallelism."""
+    # Collectives are counted as ring algorithms: in an all-reduce over D ranks, each rank sends 2
+    # (D - 1) / D times the bytes of the tensor.
     p, several = config.parallel, config.batch.gradient_accumulation_steps
     replicas = p.data_parallel_size * p.context_parallel_size
     half = step.size * DTYPES[config.training.precision].itemsize * (replicas - 1) / replicas
@@ -128,15 +129,16 @@ def _time_lines(config: Config, flop: float, rate: float, price: float | None) -
 def _fitting(
     config: Config, load: Callable[..., Config], usable: float, vocab_size: int
 ) -> Iterator[str]:
-    """Yield a line for each set of config overrides with which the run fits on the GPU.
+    """Yield a line for each set of config overrides that makes the run fit on the GPU.
 
-    A line has the overrides and the memory that the run then needs. The fastest overrides come
-    first. The value of `train_batch_size` stays the same.
+    The fastest overrides come first.
 
     Args:
         load: A function from overrides to the changed config.
         usable: The bytes of a GPU's memory that the run may use.
     """
+    # A line contains the overrides and the memory that the run needs with them. The value of
+    # `train_batch_size` stays the same.
     size = config.batch.train_batch_size
     batch = [f"train_batch_size={size}", "gradient_accumulation_steps=null"]
     for overrides in _candidates(config):
@@ -153,7 +155,7 @@ def _fitting(
 
 
 def _candidates(config: Config) -> Iterator[list[str]]:
-    """Yield overrides that need less memory: first small changes, then other parallel layouts."""
+    """Yield config overrides that need less memory: first small changes, then other layouts."""
     p, micro = config.parallel, config.batch.train_micro_batch_size_per_gpu
     less = [] if config.model.checkpoint_activations else ["checkpoint_activations=true"]
     if less:

@@ -39,29 +39,25 @@ OPTIONS = {bool: "true or false", int: "a whole number", float: "a number"}
 
 
 def names() -> tuple[str, ...]:
-    """Return the sorted names of all embeddings.
-
-    Each embedding has the name of the file that defines it. The files in `OTHERS`, and files whose
-    names start with `_`, are left out.
-    """
+    """Return the sorted names of all positional embeddings."""
     stems = {path.stem for folder in __path__ for path in Path(folder).glob("[!_]*.py")}
+    # An embedding has the name of the file that defines it.
     return tuple(sorted(stems - OTHERS))
 
 
 def load(name: str, *, numerics: Numerics = WIDE, **options: Any) -> PositionalEmbedding:
-    """Build the embedding called `name` with these `options`.
-
-    A `name` such as `rotary + kerple_log` builds a combination. Then `options` maps the name of a
-    term to a dictionary of its options, such as `rotary={"factor": 2.0}`.
+    """Build the positional embedding with this name.
 
     Args:
-        numerics: Prescribes where the embedding rounds numbers.
+        name: The name of an embedding, or of several embeddings that act together, such as `rotary
+            + kerple_log`.
+        numerics: Where the embedding rounds numbers.
+        options: The embedding's options. For several embeddings, the options by name, such as
+            `rotary={"factor": 2.0}`.
 
     Raises:
-        PositionalError: No file of this package has the name `name`, or the file does not define
-            exactly one embedding.
-        PositionalError: Two terms of a combination have the same kind. Only the kind `distance` may
-            occur more than once.
+        PositionalError: There is no embedding with this name.
+        PositionalError: Two of several embeddings do not work together.
         PositionalError: An option is unknown or has the wrong type.
     """
     if "+" in name:

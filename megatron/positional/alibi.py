@@ -15,7 +15,7 @@ from megatron.positional.theta_parameter import ThetaParameter
 
 
 def slopes(num_heads: int) -> list[float]:
-    """Return ALiBi's slopes m_h of the heads h = 0 ... num_heads - 1."""
+    """Return ALiBi's slopes of the heads 0 ... num_heads - 1."""
     below = 1 << (num_heads.bit_length() - 1)  # the largest power of two <= num_heads
     geometric = [2.0 ** (-8.0 * (h + 1) / below) for h in range(below)]
     between = [2.0 ** (-4.0 * (h + 1) / below) for h in range(0, 2 * below, 2)]
@@ -23,10 +23,7 @@ def slopes(num_heads: int) -> list[float]:
 
 
 class Alibi(PositionalEmbedding):
-    """Distance kernel: the bias -m d at the query-key distance d, with a fixed slope m per head.
-
-    The slopes are those of ALiBi. They are stored as parameters theta, but are not trained.
-    """
+    """ALiBi: the bias -m d at the query-key distance d, with a fixed slope m for each head."""
 
     kind = "distance"
     parameters = (ThetaParameter("slope", trained=False),)

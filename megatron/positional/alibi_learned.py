@@ -14,9 +14,9 @@ from megatron.positional.theta_parameter import ThetaParameter
 
 
 class AlibiLearned(Alibi):
-    """Distance kernel: the bias -m d at the query-key distance d, with a learned slope m per head.
+    """ALiBi with learned slopes: the bias -m d at the query-key distance d.
 
-    The initial slopes are those of `alibi`. The bound is m >= 0.
+    Each head has a slope m >= 0. The initial slopes are ALiBi's.
     """
 
     parameters = (ThetaParameter("slope", low=0.0),)

@@ -18,11 +18,10 @@ from megatron.positional.theta_parameter import ThetaParameter
 
 
 class Bam(PositionalEmbedding):
-    """Distance kernel: the bias -exp(alpha) (|d + mu| + 1e-5)^beta at the query-key distance d.
+    """BAM: the bias -exp(alpha) (|d + mu| + 1e-5)^beta at the query-key distance d.
 
-    mu is exp(theta_mu) - exp(-theta_mu). Each head has the parameters alpha, beta and theta_mu,
-    which are all 0 in the beginning. (The paper trains alpha and beta; freeze theta_mu to do the
-    same.)
+    mu is exp(theta_mu) - exp(-theta_mu). Each head has the parameters alpha, beta and theta_mu, all
+    initially 0. The paper does not train theta_mu.
     """
 
     kind = "distance"

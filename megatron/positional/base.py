@@ -54,16 +54,13 @@ class PositionalError(ValueError):
 
 
 class PositionalEmbedding(FixedValue):
-    """Base class of all embeddings. A subclass overrides only the methods that its kind uses.
+    """Base class of all positional embeddings. Subclasses override the methods of their kind.
 
-    A subclass that sets no `kind` gets the kind of the method that it overrides (see `KIND_OF`). A
-    subclass that only has methods of other names raises `PositionalError`.
-
-    `bias` and `weight` are pure torch formulas, against which every attention backend is tested.
-    They never clamp theta, because the training loop clamps theta to its bounds after each step.
+    An embedding may change the logits by `bias` and `weight`. These methods are pure torch
+    formulas, which never clamp the parameters.
 
     Attributes:
-        numerics: Prescribes where biases, factors, distances, angles and constants are rounded.
+        numerics: Where the embedding rounds numbers.
     """
 
     kind: ClassVar[Kind] = "none"
@@ -72,7 +69,9 @@ class PositionalEmbedding(FixedValue):
     distance_scale: float = 1.0
     """The factor by which each distance is multiplied before a formula uses it (see `scaled`)."""
     reads_position: bool = False
-    """Whether the bias depends on the query's position, too (see `bias_at`)."""
+    """Whether the bias depends on the query's position, too.
+
+    The method `bias` then has a third argument, the positions of the queries."""
     tempers_bias: bool = False
     """Whether the temperature multiplies the bias, too: t (s + b) instead of t s + b."""
 
@@ -81,6 +80,7 @@ class PositionalEmbedding(FixedValue):
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
+        # A subclass that does not set `kind` gets the kind of the method that it overrides.
         if cls.kind != "none" or "kind" in vars(cls):
             return
         own = [x for x, value in vars(cls).items() if x[0] != "_" and isfunction(value)]
@@ -96,141 +96,134 @@ class PositionalEmbedding(FixedValue):
 
     @property
     def terms(self) -> tuple[PositionalEmbedding, ...]:
-        """The embeddings of a combination, or only this embedding if it is not a combination."""
+        """The embeddings that act together in this one, or only itself."""
         return (self,)
 
     def has(self, kind: Kind) -> bool:
-        """Return whether this embedding, or one of its terms, has this kind."""
+        """Return whether this embedding, or one of `self.terms`, has this kind."""
         return any(term.kind == kind for term in self.terms)
 
     @property
     def has_distances(self) -> bool:
-        """Whether the embedding depends on query-key distances, so that `scaled` can scale them."""
+        """Whether the embedding depends on query-key distances."""
         return self.has("distance") or self.has("rotary")
 
     def of_layer(self, index: int) -> tuple[PositionalEmbedding, slice]:
-        """Return the embedding of layer `index`, and the layer's columns of theta as a slice."""
+        """Return the embedding of a layer, and the slice of the parameters that belong to it.
+
+        Args:
+            index: The number of the layer, counted from 0.
+        """
         return self, slice(None)
 
     def kernel_part(
         self, theta_HN: Tensor | None, *, tempered: bool = False
     ) -> tuple[PositionalEmbedding, Tensor | None]:
-        """Return the distance kernel without the other terms, and its columns of `theta_HN`.
+        """Return only the part of this embedding that changes the logits by the distance.
 
         Args:
-            tempered: Whether to keep a term of the kind `temperature`, too.
+            theta_HN: The embedding's parameters [heads, parameters]. Those of the part are also
+                returned.
+            tempered: Whether to keep the temperature, too.
         """
         kept = self.kind == "distance" or (tempered and self.kind == "temperature")
         return (self, theta_HN) if kept or not self.parameters else (NOTHING, None)
 
     @property
     def name(self) -> str:
-        """The name of the embedding's file. For a class outside of this package, the class name."""
+        """The embedding's name for `load`, or the class name if it is not from this project."""
         package, _, module = type(self).__module__.rpartition(".")
         return module if package == __name__.rpartition(".")[0] else type(self).__name__
 
     def scaled(self, distance_scale: float) -> PositionalEmbedding:
         """Return a copy of this embedding that multiplies every distance by `distance_scale`.
 
-        The method `columns` applies this factor. A subclass that does not use `columns` must apply
-        the factor itself, or raise an error.
-
         Raises:
             PositionalError: The embedding has no distances that can be scaled.
         """
         if not self.has_distances:
             raise PositionalError(f"{self.name} depends on no distance that could be scaled")
+        # The method `columns` multiplies. A subclass without it must do so itself, or raise an
+        # error.
         return self.changed(distance_scale=distance_scale)
 
     def initial_theta(self, num_heads: int, generator: torch.Generator | None = None) -> Tensor:
-        """Return the initial parameters theta [num_heads, columns] of all heads, in fp32.
-
-        Under tensor parallelism the caller keeps only the rows of its own heads.
-        """
+        """Return the initial parameters of all heads [num_heads, parameters], in fp32."""
         drawn = [p.scale * torch.rand(num_heads, generator=generator) for p in self.parameters]
         columns = [x_H.clamp(p.low, p.high) for x_H, p in zip(drawn, self.parameters, strict=True)]
         return torch.stack(columns, dim=1) if columns else torch.empty(num_heads, 0)
 
     @property
     def learnable(self) -> bool:
-        """Whether training changes theta or, for the kind `input`, the position table."""
+        """Whether the embedding has anything that training changes."""
         return bool(self.trained_parameters)
 
     @property
     def trained_parameters(self) -> tuple[ThetaParameter, ...]:
-        """The columns of theta that training changes."""
+        """The parameters that training changes."""
         return tuple(parameter for parameter in self.parameters if parameter.trained)
 
     def bias(self, theta_HN: Tensor, d: Tensor) -> Tensor | None:
-        """Return the bias of each head at the query-key distances `d`, [heads, *d.shape].
+        """Return the bias of the logits at the query-key distances `d`, [heads, *d.shape].
 
-        The bias is at least fp32, or None if it is 0 everywhere. Attention adds the bias to the
-        scaled query-key products. In a subclass with `reads_position`, this method has a third
-        argument, the positions of the queries.
+        It is in at least fp32, or None if it is 0 everywhere. `theta_HN` [heads, parameters] are
+        the embedding's parameters.
         """
         return None
 
     def bias_at(self, theta_HN: Tensor, d: Tensor, i: Tensor) -> Tensor | None:
-        """Return the bias at the query-key distances `d`, or None if it is always 0 (see `bias`).
+        """Return the `bias` of the logits at query-key distances `d` and query positions `i`.
 
         Args:
-            i: The position of each query in its document. `i` has as many dimensions as `d` and
-                broadcasts with `d`.
+            i: The position of each query in its document. It has as many dimensions as `d`.
         """
         if not self.reads_position:
             return self.bias(theta_HN, d)
         return self.bias(theta_HN, d, i)  # pyright: ignore[reportCallIssue] see `reads_position`
 
     def weight(self, theta_HN: Tensor, d: Tensor) -> Tensor | None:
-        """Return the factor of each head at the query-key distances `d`, [heads, *d.shape].
+        """Return what multiplies query-key products at the distances `d`, [heads, *d.shape].
 
-        The factor is at least fp32, or None if it is always 1. Attention multiplies scores by it.
+        It is in at least fp32, or None if it is 1 everywhere. `theta_HN` [heads, parameters] are
+        the embedding's parameters.
         """
         return None
 
     def weight_at(self, theta_HN: Tensor, d: Tensor, i: Tensor) -> Tensor | None:
-        """Return the factor `weight` times the `temperature`, or None if both are always 1.
+        """Return the product of `weight` and `temperature`, or None if both are always 1.
 
-        Args:
-            i: The position of each query, in a shape that broadcasts with `d`.
+        `i` are the positions of the queries, in a shape that broadcasts with `d`.
         """
         tempers = self.kind == "temperature"
         return self.temperature(theta_HN, i) if tempers else self.weight(theta_HN, d)
 
     def temperature(self, theta_HN: Tensor, position: Tensor) -> Tensor:
-        """Return the temperature of each head at each `position`, [heads, *position.shape].
+        """Return what multiplies the query-key products of a query, [heads, *position.shape].
 
-        The temperature is at least fp32. Attention multiplies the scores of a query by it.
-
-        Args:
-            position: The positions of queries, whole numbers >= 0.
+        The result is in at least fp32. `position` are the positions of the queries.
 
         Raises:
-            NotImplementedError: This embedding is not of the kind `temperature`.
+            NotImplementedError: This embedding has no temperature.
         """
         raise NotImplementedError(f"{self.name} has no temperature")
 
     def decay(self, gate_BHT: Tensor) -> Tensor:
-        """Return the decay c [batch, heads, positions] in fp64, for the kind `gate`.
+        """Return the decay c [batch, heads, positions] of a forget gate, in fp64.
 
-        Attention adds c_i - c_j to the logit of query i and key j.
+        c_i - c_j is added to the logit of query i and key j.
 
-        Args:
-            gate_BHT: One number per position and head. The layer computes these numbers from the
-                hidden states of the positions.
+        `gate_BHT` is the output of the gate's linear layer.
 
         Raises:
-            NotImplementedError: The embedding has another kind.
+            NotImplementedError: This embedding has no forget gate.
         """
         raise NotImplementedError(f"{self.name} has no gate")
 
     def sink(self, theta_HN: Tensor) -> Tensor:
-        """Return the sink's logit for each head, [heads], for the kind `sink`.
-
-        Attention adds a null key with this logit and the value 0 to the softmax.
+        """Return the logit of each head's attention sink [heads].
 
         Raises:
-            NotImplementedError: The embedding has another kind.
+            NotImplementedError: This embedding has no attention sink.
         """
         raise NotImplementedError(f"{self.name} has no sink")
 
@@ -244,9 +237,10 @@ class PositionalEmbedding(FixedValue):
         rotary_ndims: int | None = None,
         base: float = 10000.0,
     ) -> tuple[Tensor, Tensor]:
-        """Return the queries and the keys, each rotated by its position if the kind is `rotary`.
+        """Return the queries and keys. A rotary embedding rotates them by their positions.
 
         Args:
+            q_BHTE, k_BHTE: The queries and keys [batch, heads, positions, head size].
             offset: The position of the first query and of the first key.
             positions_BT: The position of each query and key. None means offset, offset + 1 and so
                 on.
@@ -267,15 +261,18 @@ class PositionalEmbedding(FixedValue):
     def turn(
         self, x_BHTE: Tensor, positions_BT: Tensor, rotary_ndims: int | None, base: float
     ) -> Tensor:
-        """Return the queries or keys `x_BHTE`, rotated if the kind is `rotary`; see `rotate`.
+        """Return queries or keys. A rotary embedding rotates them by their positions.
 
         Args:
-            positions_BT: The position of each query or key, whole numbers [B or 1, T].
+            x_BHTE: The queries or keys [batch, heads, positions, head size].
+            positions_BT: The position of each query or key, whole numbers [batch or 1, positions].
+            rotary_ndims: The number of leading dimensions of each head that rotate. None means all.
+            base: The base of the frequencies.
         """
         return x_BHTE
 
     def table(self, positions: Tensor, dim: int, dtype: torch.dtype = torch.float32) -> Tensor:
-        """Return fixed position vectors [*positions.shape, dim], for the kind `input`.
+        """Return fixed position vectors [*positions.shape, dim] to add to token embeddings.
 
         Raises:
             NotImplementedError: The embedding has no fixed vectors.
@@ -283,15 +280,15 @@ class PositionalEmbedding(FixedValue):
         raise NotImplementedError(f"{self.name} has no table of position vectors")
 
     def columns(self, theta_HN: Tensor, d: Tensor) -> tuple[Tensor, ...]:
-        """Return (d, column 0, column 1, ...) in one dtype, at least fp32.
+        """Return distances and all parameters, in shapes that broadcast together.
 
-        The columns of theta are reshaped so that they broadcast with d. The returned d is already
-        multiplied by the distance scale.
+        The result is (d, parameter 0, parameter 1, ...), in one dtype of at least fp32.
         """
         theta_HN = theta_HN.to(self.numerics.working_dtype(theta_HN.dtype))
         shape = (-1,) + (1,) * d.dim()
         d = d.to(theta_HN.dtype)
         d = d if self.distance_scale == 1.0 else self.distance_scale * d
+        # d is multiplied by the distance scale.
         return d, *(column.view(shape) for column in theta_HN.unbind(1))
 
 

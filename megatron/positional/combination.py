@@ -18,13 +18,13 @@ from megatron.positional.base import NOTHING, Kind, PositionalEmbedding, Positio
 
 
 class Combination(PositionalEmbedding):
-    """Several embeddings that act together in one layer.
+    """Several positional embeddings that act together in one layer.
 
     Args:
-        terms: The embeddings. Only the kind `distance` may occur more than once.
+        terms: The embeddings.
 
     Raises:
-        PositionalError: An embedding occurs twice, or a kind other than `distance` occurs twice.
+        PositionalError: An embedding occurs twice, or two embeddings do not work together.
     """
 
     kind = "none"  # the terms have kinds
@@ -40,6 +40,7 @@ class Combination(PositionalEmbedding):
                 raise PositionalError(
                     f"{same[0]} and {term.name} exclude each other: both have the kind {term.kind}"
                 )
+        # Only the kind `distance` may occur more than once.
         self._terms = tuple(terms)
         self.parameters = tuple(
             replace(parameter, name=f"{term.name}.{parameter.name}")
@@ -110,7 +111,7 @@ class Combination(PositionalEmbedding):
         return term.table(positions, dim, dtype)
 
     def _part(self, *kinds: Kind) -> tuple[PositionalEmbedding, list[int]]:
-        """Return the terms of these kinds as one embedding, and its columns of theta as indices."""
+        """Return the embeddings of some kinds as one, and the indices of their parameters."""
         terms, columns, start = [], [], 0
         for term in self._terms:
             if term.kind in kinds:
@@ -132,12 +133,12 @@ class Combination(PositionalEmbedding):
         return kernel, theta_HN[:, columns] if theta_HN is not None and columns else None
 
     def _with_theta(self, theta_HN: Tensor) -> Iterable[tuple[PositionalEmbedding, Tensor]]:
-        """Return pairs of a term and its columns of theta."""
+        """Return a pair for each embedding: the embedding, and its parameters."""
         sizes = [len(term.parameters) for term in self._terms]
         return zip(self._terms, theta_HN.split(sizes, dim=1), strict=True)
 
     def _only(self, kind: Kind, theta_HN: Tensor) -> tuple[PositionalEmbedding, Tensor]:
-        """Return the only term of this kind, and its columns of theta."""
+        """Return the only embedding of this kind, and its parameters."""
         (found,) = (pair for pair in self._with_theta(theta_HN) if pair[0].kind == kind)
         return found
 
@@ -145,18 +146,16 @@ class Combination(PositionalEmbedding):
 def _joined(
     values: Iterable[Tensor | None], operation: Callable[[Tensor, Tensor], Tensor]
 ) -> Tensor | None:
-    """Join the values that are not None by `operation`; return None if all are None."""
+    """Combine all values that are not None by an operation. Return None if all are None."""
     present = [value for value in values if value is not None]
     return reduce(operation, present) if present else None
 
 
 def _scaled(parts: Sequence[PositionalEmbedding], scale: float) -> list[PositionalEmbedding]:
-    """Return the embeddings `parts`, with their distances multiplied by `scale`.
-
-    Embeddings without distances are returned unchanged.
+    """Return the embeddings with their distances multiplied by a number.
 
     Raises:
-        PositionalError: No embedding has distances, or an embedding's distances cannot be scaled.
+        PositionalError: No embedding has distances, or one cannot scale them.
     """
     scaled = {part: part.scaled(scale) for part in parts if part.has_distances}
     if not scaled:
@@ -165,17 +164,15 @@ def _scaled(parts: Sequence[PositionalEmbedding], scale: float) -> list[Position
 
 
 class PerLayer(PositionalEmbedding):
-    """The embeddings of all layers of a model, if layers differ in embedding or in theta.
-
-    Theta holds the parameters of all embeddings, one parameter in each column. Layers with equal
-    embeddings share columns, unless `own_theta` is true.
+    """The positional embeddings of all layers of a model, if layers differ.
 
     Args:
         layers: The embedding of each layer.
-        own_theta: Whether each layer has its own columns of theta.
+        own_theta: Whether each layer has its own parameters. If not, layers with equal embeddings
+            share them.
 
     Raises:
-        PositionalError: Layers differ, and one has an `input` embedding.
+        PositionalError: Layers differ, but one of them adds position vectors to token embeddings.
     """
 
     kind = "none"

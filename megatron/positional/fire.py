@@ -22,15 +22,14 @@ from megatron.positional.theta_parameter import ThetaParameter
 
 
 class Fire(PositionalEmbedding):
-    """FIRE: the bias sum_k v_hk relu(w_k u + b_k) in head h, a sum over hidden units k.
+    """FIRE: the bias sum_k v_k relu(w_k u + b_k), the output of a small network for each head.
 
-    u = log(1 + c d) / log(1 + c max(L, i)) for a query at position i and a key at distance d. w, b,
-    v, c and L are learned. L is stored as the parameter `L_factor`, which is L / `length`.
-    Initially c = 0.1 and L = `length`, and w, b and v are drawn as in `nn.Linear`.
+    For a query at position i and distance d, u is log(1 + c d) / log(1 + c max(L, i)). c, L and all
+    w, b and v are learned.
 
     Args:
         length: The initial L.
-        width: The number of hidden units.
+        width: The number of terms of the sum.
     """
 
     kind = "distance"
@@ -45,6 +44,8 @@ class Fire(PositionalEmbedding):
         lows = (0.001, *[-torch.inf] * 2 * width)
         shared = [ThetaParameter("c", low=0.001, shared=True)]
         shared += [ThetaParameter(*each, shared=True) for each in zip(names, lows, strict=True)]
+        # The model stores L / length as `L_factor`. Each head has its own v_k. All heads share
+        # the others.
         self.parameters = (*shared, *(ThetaParameter(f"v{k}", gentle=0.0) for k in range(width)))
 
     def initial_theta(self, num_heads: int, generator: torch.Generator | None = None) -> Tensor:

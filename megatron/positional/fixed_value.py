@@ -22,27 +22,28 @@ class _Fixed(type):
 
 
 class FixedValue(metaclass=_Fixed):
-    """Base class of objects that are equal if their class and their attributes are equal.
+    """Base class of immutable objects that are equal if their class and attributes are equal.
 
     The attributes may be numbers, texts, frozen dataclasses, other `FixedValue` objects and tuples
-    of these. An object that has an attribute of another type is equal only to itself.
+    of these. An object with an attribute of another type is equal only to itself.
     """
 
     _key: Any
     _hash: int
 
     def changed(self, **attributes: Any) -> Self:
-        """Return a copy of this object with other values of these attributes."""
+        """Return a copy of this object with the given attributes changed."""
         made = copy.copy(self)
         vars(made).update(attributes)
         made.fix()
         return made
 
     def fix(self) -> None:
-        """Forbid changes of the attributes from now on, and compute the key that `==` compares."""
+        """Forbid later changes of the attributes."""
         fields = vars(self)
         fields.pop("_key", None)
         fields.pop("_hash", None)
+        # The key that `==` compares.
         fields["_key"] = self.identity()
         fields["_hash"] = hash((type(self), fields["_key"]))
 
@@ -67,7 +68,7 @@ class FixedValue(metaclass=_Fixed):
         return self._hash
 
     def identity(self) -> Any:
-        """Return a hashable value. Objects of one class are equal if these values are equal."""
+        """Return a hashable value, by which `==` compares two objects of the same class."""
         values = tuple(sorted(vars(self).items()))
         return values if all(_is_plain(value) for _, value in values) else id(self)
 

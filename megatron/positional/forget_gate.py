@@ -17,10 +17,9 @@ from megatron.positional.base import PositionalEmbedding
 
 
 class ForgetGate(PositionalEmbedding):
-    """Forget gate f = sigmoid(w . x + b) of a token's hidden state x.
+    """Forget gate f = sigmoid(w . x + b) for a token's hidden state x.
 
-    Each layer of the model has its own w and b. They belong to the layer, so this class has no
-    parameters theta.
+    Each layer of the model has its own w and b and trains them. They are not in this class.
     """
 
     kind = "gate"
@@ -28,10 +27,10 @@ class ForgetGate(PositionalEmbedding):
     def decay(self, gate_BHT: Tensor) -> Tensor:
         """Return the decay c [batch, heads, positions] in fp64.
 
-        c_i is the sum of log f over the positions up to i, where f is the forget gate.
+        c_i is the sum of log f over all positions up to i, where f is the forget gate.
 
         Args:
-            gate_BHT: The gates before the sigmoid, w . x + b, in any floating dtype.
+            gate_BHT: The gates before the sigmoid [batch, heads, positions], in any floating dtype.
         """
         wide = torch.promote_types(gate_BHT.dtype, torch.float32)
         # in fp64, because c is large in a long sequence, and its differences matter

@@ -15,14 +15,14 @@ from megatron.positional.theta_parameter import factor
 
 
 class Gaussian(PositionalEmbedding):
-    """Distance kernel: the bias a (exp(-r d^2) - 1) at the query-key distance d.
+    """Gaussian kernel: the bias a (exp(-r d^2) - 1) at the query-key distance d.
 
-    Initially a, r ~ U(0, 1). The bounds are a, r >= 0.01. The KERPLE paper gives neither initial
-    values nor bounds for this kernel. Both are taken from the coefficients of the paper's other
-    kernels.
+    Initially a, r ~ U(0, 1). The bounds are a, r >= 0.01.
     """
 
     kind = "distance"
+    # The KERPLE paper has no initial values and bounds for this kernel. Those of the coefficients
+    # in its other kernels are used.
     parameters = (factor("gauss_a"), factor("gauss_r"))
 
     def bias(self, theta_HN: Tensor, d: Tensor) -> Tensor:

@@ -15,10 +15,9 @@ from megatron.positional.theta_parameter import factor, power
 
 
 class Gaussian3(PositionalEmbedding):
-    """Distance kernel: the bias a (exp(-r d^p) - 1) at the query-key distance d.
+    """Gaussian-like kernel: the bias a (exp(-r d^p) - 1) at the query-key distance d.
 
-    Each head has three parameters. Initially a, r ~ U(0, 1) and p ~ 2 U(0, 1). The bounds are
-    a, r >= 0.01 and 0.01 <= p <= 2.
+    Initially a, r ~ U(0, 1) and p ~ 2 U(0, 1). The bounds are a, r >= 0.01 and 0.01 <= p <= 2.
     """
 
     kind = "distance"

@@ -15,13 +15,13 @@ from megatron.positional.theta_parameter import factor
 
 
 class GaussianMul(PositionalEmbedding):
-    """Distance kernel: the factor exp(-r d^2) at the query-key distance d.
+    """Multiplicative Gaussian kernel: exp(-r d^2) multiplies query-key products at distance d.
 
-    Initially r ~ U(0, 1). The bound is r >= 0.01. At this bound, the factor falls to 0.1 at
-    distance 15.
+    Initially r ~ U(0, 1). The bound is r >= 0.01.
     """
 
     kind = "distance"
+    # With r = 0.01, the factor is 0.1 at distance 15.
     parameters = (factor("gauss_r"),)
 
     def weight(self, theta_HN: Tensor, d: Tensor) -> Tensor:

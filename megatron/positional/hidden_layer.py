@@ -19,12 +19,16 @@ from torch import Tensor
 
 
 def pieces(w_HK: Tensor, b_HK: Tensor, v_HK: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the lines that form f(u) = sum_k v_k relu(w_k u + b_k), in rising order of u.
+    """Return the lines of which f(u) = sum_k v_k relu(w_k u + b_k) consists.
+
+    f is piecewise linear. Line m is slope * u + offset. It ends at knee m, where line m + 1 begins.
+
+    Args:
+        w_HK, b_HK, v_HK: The numbers w_k, b_k and v_k of each head [heads, hidden units].
 
     Returns:
-        (knees [H, K], slopes [H, K + 1], offsets [H, K + 1]) for H heads and K hidden units. Line m
-        is slope * u + offset between the knees m - 1 and m, which are values of u. The first line
-        starts at -infinity, and the last line ends at infinity. Knees are constants for autograd.
+        (knees [heads, K], slopes [heads, K + 1], offsets [heads, K + 1]), in rising order of u. K
+            is the number of hidden units. The knees have no gradient.
     """
     with torch.no_grad():  # f has no jump at a knee, so the knees need no gradient
         at_HK = torch.where(w_HK == 0, 0.0, -b_HK / w_HK)
@@ -51,15 +55,12 @@ def _evaluate(u: Tensor, w_HK: Tensor, b_HK: Tensor, v_HK: Tensor) -> Tensor:
 
 
 def hidden_layer(u: Tensor, w_HK: Tensor, b_HK: Tensor, v_HK: Tensor) -> Tensor:
-    """Return sum_k v_k relu(w_k u + b_k) for each number of `u` [heads, ...], in u's shape.
-
-    Autograd saves only the inputs for the backward pass.
-    """
+    """Return sum_k v_k relu(w_k u + b_k) for each number of `u` [heads, ...], in u's shape."""
     return torch.ops.kerple.hidden_layer(u, w_HK, b_HK, v_HK)
 
 
 class _HiddenLayer(torch.autograd.Function):
-    """Autograd function that saves only the inputs, and computes the layer again for gradients."""
+    """Autograd function of a layer of hidden units. It saves only the inputs."""
 
     @staticmethod
     def forward(ctx: Any, *inputs: Tensor) -> Tensor:

@@ -14,7 +14,7 @@ from megatron.positional.theta_parameter import ThetaParameter, factor
 
 
 class KerpleLog(PositionalEmbedding):
-    """Distance kernel: the bias -p log(1 + a d) at the query-key distance d.
+    """Logarithmic KERPLE kernel: the bias -p log(1 + a d) at the query-key distance d.
 
     Initially p ~ 2 U(0, 1) and a ~ U(0, 1). The bounds are p, a >= 0.01.
     """

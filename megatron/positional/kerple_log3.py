@@ -15,10 +15,10 @@ from megatron.positional.theta_parameter import ThetaParameter, factor, power
 
 
 class KerpleLog3(PositionalEmbedding):
-    """Distance kernel: the bias -p log(1 + a d^r) at the query-key distance d.
+    """Three-parameter KERPLE kernel: the bias -p log(1 + a d^r) at the query-key distance d.
 
-    Each head has three parameters. Initially p ~ 2 U(0, 1), a ~ U(0, 1) and r ~ 2 U(0, 1). The
-    bounds are p, a >= 0.01 and 0.01 <= r <= 2.
+    Initially p ~ 2 U(0, 1), a ~ U(0, 1) and r ~ 2 U(0, 1).
+    The bounds are p, a >= 0.01 and 0.01 <= r <= 2.
     """
 
     kind = "distance"

@@ -15,7 +15,7 @@ from megatron.positional.theta_parameter import factor, power
 
 
 class KerplePower(PositionalEmbedding):
-    """Distance kernel: the bias -a d^p at the query-key distance d.
+    """KERPLE's power kernel: the bias -a d^p at the query-key distance d.
 
     Initially p ~ 2 U(0, 1) and a ~ U(0, 1). The bounds are 0.01 <= p <= 2 and a >= 0.01.
     """

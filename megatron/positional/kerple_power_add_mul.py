@@ -16,10 +16,10 @@ from megatron.positional.theta_parameter import factor, power
 
 
 class KerplePowerAddMul(PositionalEmbedding):
-    """Distance kernel: the bias -a d^p and the factor exp(-a' d^p') at the query-key distance d.
+    """KERPLE kernel with a bias -a d^p, and a factor exp(-a' d^p') of the query-key products.
 
-    The exponents p and p' are drawn from 2 U(0, 1) and kept in [0.01, 2]. The coefficients a and a'
-    are drawn from U(0, 1) and kept >= 0.01.
+    d is the query-key distance. Initially p, p' ~ 2 U(0, 1) and a, a' ~ U(0, 1).
+    The bounds are 0.01 <= p, p' <= 2 and a, a' >= 0.01.
     """
 
     kind = "distance"

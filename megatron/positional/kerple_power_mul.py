@@ -15,7 +15,7 @@ from megatron.positional.theta_parameter import factor, power
 
 
 class KerplePowerMul(PositionalEmbedding):
-    """Distance kernel: the factor exp(-a d^p) at the query-key distance d.
+    """Multiplicative KERPLE kernel: exp(-a d^p) multiplies query-key products at distance d.
 
     Initially p ~ 2 U(0, 1) and a ~ U(0, 1). The bounds are 0.01 <= p <= 2 and a >= 0.01.
     """

@@ -15,9 +15,9 @@ from megatron.positional.theta_parameter import ThetaParameter
 
 
 class KerplePowerOriginal(Alibi):
-    """Distance kernel: the bias -m d at the query-key distance d, with a fixed slope m per head.
+    """The released KERPLE code's variant of ALiBi: the bias -m d at the query-key distance d.
 
-    m is ALiBi's slope, or 0.01 if ALiBi's slope is smaller.
+    The slope m of each head is fixed. It is ALiBi's slope, or 0.01 if ALiBi's slope is smaller.
     """
 
     parameters = (ThetaParameter("bias_a", low=0.01, trained=False),)

@@ -18,14 +18,11 @@ from megatron.positional.theta_parameter import ThetaParameter, factor, power
 
 
 class KerpleSum(PositionalEmbedding):
-    """Distance kernel: the sum of `logs` logarithmic and `powers` power biases for each head.
-
-    Logarithmic biases have the initial values and bounds of `kerple_log`, and power biases have
-    those of `kerple_power`. Each of the biases has parameters of its own.
+    """Sum of logarithmic and power KERPLE kernels, each with its own parameters.
 
     Args:
-        logs: The number of logarithmic biases.
-        powers: The number of power biases.
+        logs: The number of biases -p log(1 + a d) at the query-key distance d.
+        powers: The number of biases -a d^p.
     """
 
     kind = "distance"

@@ -11,14 +11,11 @@ from megatron.positional.base import PositionalEmbedding
 
 
 class Learned(PositionalEmbedding):
-    """Embedding that adds the rows of a trained position table.
-
-    This class computes nothing. The model itself creates the table and adds the table's rows.
-    """
+    """Learned position vectors, which the model adds to the token embeddings."""
 
     kind = "input"
 
     @property
     def learnable(self) -> bool:
-        """True, because training changes the position table."""
+        """True, because training changes the position vectors."""
         return True

@@ -21,14 +21,13 @@ from megatron.positional.theta_parameter import ThetaParameter
 
 
 class LogN(PositionalEmbedding):
-    """Temperature s_h log(n) of a query that sees n keys, with one learned factor s_h per head.
+    """Temperature s log(n), which multiplies the query-key products of a query that sees n keys.
 
-    The factor starts at 1 / log(length), so the temperature of a query that sees `length` keys
-    starts at 1.
+    Each head has a learned s, which is initially 1 / log(length).
 
     Args:
         length: The number of keys (at least 2) at which the initial temperature is 1.
-        temper_bias: Whether the temperature also multiplies the biases of distance kernels.
+        temper_bias: Whether the temperature also multiplies biases.
     """
 
     kind = "temperature"

@@ -9,6 +9,6 @@ from megatron.positional.base import PositionalEmbedding
 
 
 class NoPosition(PositionalEmbedding):
-    """Embedding without any effect. The bias is 0, and the factor is 1."""
+    """Embedding without any effect."""
 
     kind = "none"

@@ -47,14 +47,19 @@ def frequencies(dim: int, base: float, dtype: torch.dtype, device: torch.device 
 
 
 class Rotary(PositionalEmbedding):
-    """Rotary embedding. The model calls `rotate` before attention. The scores get no bias.
+    """Rotary embedding, which rotates queries and keys by their positions.
 
     Args:
-        rope_type: `default` (no scaling), `linear`, `ntk`, `yarn` or `llama3`.
-        factor: The factor by which `rope_type` scales the frequencies, at least 1.
+        rope_type: How the frequencies are scaled: `default` (not at all), `linear`, `ntk`, `yarn`
+            or `llama3`.
+        factor: The scaling factor, at least 1. It is usually the new length divided by the
+            pretraining length.
         original_max_position_embeddings: The pretraining length, for `yarn` and `llama3`.
-        attention_factor: The factor by which `yarn` multiplies the rotated numbers. 0 means
-            0.1 ln(factor) + 1.
+        beta_fast, beta_slow: `yarn` leaves frequencies with more than `beta_fast` turns within the
+            pretraining length. It scales those with fewer than `beta_slow` turns.
+        attention_factor: What `yarn` multiplies the rotated numbers by. 0 means 0.1 ln(factor) + 1.
+        low_freq_factor, high_freq_factor: `llama3` leaves frequencies with more than
+            `high_freq_factor` turns. It scales those with fewer than `low_freq_factor` turns.
     """
 
     kind = "rotary"
@@ -91,7 +96,7 @@ class Rotary(PositionalEmbedding):
     def frequencies(
         self, ndims: int, base: float, dtype: torch.dtype, device: torch.device | None
     ) -> Tensor:
-        """Return the scaled frequencies of `ndims` dimensions, [ndims / 2]."""
+        """Return the scaled frequencies [ndims / 2] of `ndims` rotating dimensions."""
         if self.rope_type == "ntk":
             base = base * self.factor ** (ndims / max(1, ndims - 2))
         f_R = frequencies(ndims, base, dtype, device)

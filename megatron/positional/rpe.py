@@ -23,14 +23,13 @@ from megatron.positional.theta_parameter import ThetaParameter
 
 
 class Rpe(PositionalEmbedding):
-    """Distance kernel with one learned bias for each head and each bucket of distances.
+    """T5's relative bias: one learned bias for each head and each bucket of distances.
 
     Args:
         num_buckets: The number of buckets, at least 2.
-        max_distance: All distances of at least `max_distance` share the last bucket. This number
-            must be above num_buckets // 2.
-        scale: The factor by which the learned biases are multiplied. sqrt(head size) reproduces
-            GPT-NeoX.
+        max_distance: All distances from this one on share the last bucket. It must be above
+            num_buckets // 2.
+        scale: A number that multiplies the learned biases. GPT-NeoX uses sqrt(head size).
     """
 
     kind = "distance"
@@ -63,7 +62,7 @@ class Rpe(PositionalEmbedding):
         return std * torch.randn(self.num_buckets, num_heads, generator=generator).T.contiguous()
 
     def bucket(self, d: Tensor) -> Tensor:
-        """Return the bucket of each distance, as int64."""
+        """Return the index of each distance's bucket, int64 in the shape of `d`."""
         exact = self.num_buckets // 2
         # in fp32, as in GPT-NeoX
         ratio = torch.log(d.clamp(min=exact).float() / exact) / math.log(self.max_distance / exact)

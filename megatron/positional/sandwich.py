@@ -20,14 +20,12 @@ from megatron.positional.theta_parameter import ThetaParameter
 
 
 class Sandwich(PositionalEmbedding):
-    """Distance kernel: the fixed bias (S(d) - S(0)) H / (8 (h + 1)) at distance d, in head h of H.
+    """Sandwich: the fixed bias (S(d) - S(0)) H / (8 (h + 1)) at distance d, in head h of H heads.
 
-    S(d) is the inner product of two sinusoidal position vectors at distance d. The backend `eager`
-    needs memory for `dimensions` / 2 numbers per score.
+    S(d) is the inner product of two sinusoidal position vectors at distance d.
 
     Args:
-        dimensions: The number of dimensions of a position vector, which must be even (128 in the
-            paper).
+        dimensions: The size of a position vector. It must be even (128 in the paper).
     """
 
     kind = "distance"
@@ -37,6 +35,7 @@ class Sandwich(PositionalEmbedding):
         super().__init__(numerics)
         if dimensions < 2 or dimensions % 2:
             raise PositionalError(f"sandwich needs even dimensions >= 2, not {dimensions}")
+        # The attention backend `eager` needs memory for `dimensions` / 2 numbers per score.
         self.dimensions = dimensions
 
     def initial_theta(self, num_heads: int, generator: torch.Generator | None = None) -> Tensor:

@@ -14,7 +14,10 @@ from megatron.positional.theta_parameter import ThetaParameter
 
 
 class Sink(PositionalEmbedding):
-    """Attention sink: a null key with the value 0 and one learned logit per head, initially 0."""
+    """Attention sink: an additional key with the value 0 in each softmax.
+
+    Each head has a learned logit for this key, which is initially 0.
+    """
 
     kind = "sink"
     parameters = (ThetaParameter("sink"),)

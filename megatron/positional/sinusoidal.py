@@ -17,17 +17,14 @@ from megatron.positional.rotary import frequencies
 
 
 class Sinusoidal(PositionalEmbedding):
-    """Sinusoidal position vectors. They have no parameters and exist for every position."""
+    """Sinusoidal position vectors. They have no parameters and are defined at every position."""
 
     kind = "input"
 
     def table(self, positions: Tensor, dim: int, dtype: torch.dtype = torch.float32) -> Tensor:
-        """Return position vectors [*positions.shape, dim] in `dtype`, but at least in fp32.
-
-        Frequencies are rounded to fp32 even if `dtype` is fp64, as in a GPT-NeoX model that was
-        cast to fp64.
-        """
+        """Return position vectors [*positions.shape, dim] in `dtype`, but at least in fp32."""
         dtype = self.numerics.working_dtype(dtype)
+        # Rounded to fp32 even for fp64, as in a GPT-NeoX model that was cast to fp64.
         frequency = self.numerics.constant(frequencies(dim, 10000.0, dtype, positions.device))
         angle = positions.to(dtype)[..., None] * frequency
         return torch.cat((angle.sin(), angle.cos()), dim=-1)

@@ -14,14 +14,18 @@ from megatron.positional.theta_parameter import ThetaParameter
 
 
 def bounds(parameters: Sequence[ThetaParameter]) -> tuple[Tensor, Tensor]:
-    """Return the bounds of columns of theta, (low, high), each fp32 [columns]."""
+    """Return the lower and upper bounds of an embedding's parameters, each fp32 [parameters]."""
     low_N = torch.tensor([p.low for p in parameters], dtype=torch.float32)
     high_N = torch.tensor([p.high for p in parameters], dtype=torch.float32)
     return low_N, high_N
 
 
 def within_bounds(theta_HN: Tensor, parameters: Sequence[ThetaParameter]) -> Tensor:
-    """Return theta, in its dtype, with each column clamped to the column's bounds.
+    """Return an embedding's parameters, each clamped to its bounds, in their own dtype.
+
+    Args:
+        theta_HN: The values [heads, parameters].
+        parameters: The descriptions of the parameters.
 
     Raises:
         TypeError: `theta_HN` is not a tensor, or `parameters` is not a sequence.

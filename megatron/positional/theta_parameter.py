@@ -9,17 +9,18 @@ import torch
 
 @dataclass(frozen=True)
 class ThetaParameter:
-    """One column of theta: a parameter of an embedding, with one number per head.
+    """One parameter of a positional embedding, which has a value for each head.
 
     Attributes:
-        name: The column's name in checkpoints of the released KERPLE code (`bias_p`, `wei_a`, ...).
-        low, high: The smallest and the largest allowed value, or infinite for no bound. Theta is
-            clamped to these bounds after each optimizer step.
+        name: The parameter's name in checkpoints of the released KERPLE code (`bias_p`, `wei_a`,
+            ...).
+        low, high: The smallest and the largest allowed value, or infinite for no bound. Each
+            optimizer step is followed by clamping.
         scale: Initial values are drawn as `scale * U(0, 1)` and clamped to the bounds.
-        trained: Whether training changes the column.
-        shared: Whether all heads have the same number. The model then stores and logs it once.
-        gentle: The start value in a model that was trained without this column. It changes the
-            model little, and training moves it at once. None: the start value of a new model.
+        trained: Whether training changes the parameter.
+        shared: Whether all heads have the same value.
+        gentle: A start value that changes a trained model little, if the parameter is added to it.
+            None means the initial value of a new model.
     """
 
     name: str
@@ -28,14 +29,15 @@ class ThetaParameter:
     scale: float = 1.0
     trained: bool = True
     shared: bool = False
+    # It has a gradient from the first step on.
     gentle: float | None = None
 
 
 def factor(name: str, gentle: float | None = None) -> ThetaParameter:
-    """Return a column of theta: a coefficient >= 0.01 with initial values from U(0, 1)."""
+    """Return the description of a coefficient >= 0.01, drawn from U(0, 1) at the start."""
     return ThetaParameter(name, low=0.01, gentle=gentle)
 
 
 def power(name: str, gentle: float | None = None) -> ThetaParameter:
-    """Return a learned exponent in [0.01, 2], drawn uniformly from [0, 2] at the start."""
+    """Return the description of an exponent in [0.01, 2], drawn from 2 U(0, 1) at the start."""
     return ThetaParameter(name, low=0.01, high=2.0, scale=2.0, gentle=gentle)

@@ -7,8 +7,6 @@ each f between is the position interpolation of Chen et al. 2023 (arXiv 2306.155
 1 / f, to which a rotary model adapts within few steps.
 """
 
-from __future__ import annotations
-
 from torch import nn
 
 from megatron.engine.training.hooks import Hook
@@ -17,19 +15,22 @@ from megatron.positional import load
 
 
 class Fading(Hook):
-    """A hook that fades rotary angles over the first `steps` steps of a run.
-
-    The factor depends on the number of the step alone, so a resumed run goes on where it was.
+    """A hook that reduces the angles of rotary embeddings to 0 over the first steps.
 
     Args:
-        model: This rank's part of the model that is trained.
+        model: This rank's part of the trained model.
+        steps: The number of steps until the angles are 0.
     """
+
+    # In step n = 1, 2, ..., the angles are multiplied by 1 - (n - 1) / `steps`. This factor depends
+    # only on n, so a resumed run continues the schedule.
 
     def __init__(self, model: nn.Module, steps: int):
         self.model, self.steps = model, steps
 
     def begin(self, step: int) -> None:
-        """Fade as in step `step`, for a validation of this step that was still due."""
+        """Use the angles of step `step`."""
+        # A validation after this step may still be due.
         self.before_step(max(step, 1))
 
     def before_step(self, number: int) -> None:
@@ -37,10 +38,10 @@ class Fading(Hook):
 
 
 def fade(model: nn.Module, factor: float) -> None:
-    """Rotate queries and keys by `factor` times their angles, in layers without a rotary embedding.
+    """Rotate queries and keys by scaled rotary angles in layers without a rotary embedding.
 
     Args:
-        factor: Values of 0 and below switch the rotation off.
+        factor: The scale of the angles. 0 or a negative value means no rotation.
     """
     rotary = load("rotary").scaled(factor) if factor > 0 else None
     for module in model.modules():

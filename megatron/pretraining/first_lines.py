@@ -1,7 +1,5 @@
 """Describe a job at its start: its model, devices, kernels, text and first step."""
 
-from __future__ import annotations
-
 from megatron.config import Config
 from megatron.config.describe import doubts
 from megatron.cpu_settings import described_waiting

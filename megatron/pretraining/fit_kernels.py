@@ -14,14 +14,11 @@ The sums over i are correlations, which a Fourier transform computes in time T l
 Legend: B sequences, H heads, T positions, E head size, D distances (D = T), N columns of theta.
 """
 
-from __future__ import annotations
-
 import math
 from typing import Any
 
 import numpy as np
 import torch
-from scipy.optimize import least_squares
 from torch import Tensor
 
 from megatron.model import GPT
@@ -31,15 +28,21 @@ from megatron.positional import PositionalEmbedding, PositionalError, bounds
 
 
 def fit_added(old: GPT, change: ChangedPositions, inputs_BT: Tensor) -> dict[int, Tensor]:
-    """Return the fitted values [H] of the added columns of theta, by their index in theta.
+    """Fit the parameters of a new positional embedding to attention logits of the old model.
 
     Args:
-        old: The model with the old positions and all heads.
-        inputs_BT: The tokens of the text.
+        old: The model with its old positional embeddings and all heads.
+        change: The old and the new positional embeddings.
+        inputs_BT: The text on which `old` computes queries and keys, [batch, tokens].
+
+    Returns:
+        The fitted values [heads] of each parameter, by its index.
 
     Raises:
         PositionalError: The change of positions is not of the kind that can be fitted.
     """
+    # The kernels of an added embedding are fitted to the logits of the dropped embeddings. The
+    # index is that of the column of theta (the learned parameters of the new embedding).
     layers = [module for module in old.modules() if isinstance(module, SelfAttention)]
     measured: dict[int, tuple[PositionalEmbedding, list[Tensor]]] = {}
 
@@ -78,7 +81,14 @@ def fit_added(old: GPT, change: ChangedPositions, inputs_BT: Tensor) -> dict[int
 
 
 def fit(term: PositionalEmbedding, y_HD: Tensor) -> Tensor:
-    """Return theta [H, N], with which the bias of `term` is as near as possible to `y_HD`."""
+    """Return the parameters [heads, parameters per head] whose bias is the least-squares fit.
+
+    Args:
+        term: The positional embedding whose parameters are fitted.
+        y_HD: The wanted bias of each head at each distance, up to a constant per head.
+    """
+    from scipy.optimize import least_squares  # a fifth of a second for a job that fits nothing
+
     d = torch.arange(y_HD.shape[1])
     count_D = np.arange(len(d), 0, -1)
     start_HN = term.initial_theta(len(y_HD), torch.Generator()).double()
@@ -98,12 +108,13 @@ def fit(term: PositionalEmbedding, y_HD: Tensor) -> Tensor:
 
 
 def mean_products(attention: SelfAttention, pos: PositionalEmbedding, x_BTD: Tensor) -> Tensor:
-    """Return the mean of scale (q_i . k_(i-d)) over i, fp64 [H, D].
+    """Return the mean attention logit at each distance, fp64 [heads, distances].
 
     Args:
         pos: The embedding that rotates queries and keys.
-        x_BTD: The input of the attention.
+        x_BTD: The input of the attention layer, [batch, positions, features].
     """
+    # At distance d, this is the mean of scale * (q_i . k_(i-d)) over all queries i.
     s, length = attention.shape, x_BTD.shape[1]
     q_BHTE, k_BHTE, _ = attention.queries_keys_values(x_BTD)
     pair = pos.rotate(

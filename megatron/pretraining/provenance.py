@@ -16,8 +16,6 @@ what `_SECRETS` matches. A secret of another form is recorded, so do not write o
 line.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os
@@ -29,6 +27,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable
+from functools import cache
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -70,14 +69,17 @@ _SECRETS = [re.compile(pattern) for pattern in (
 def record_start(
     folder: Path, groups: Groups, run: RunDescription, start: Start, say: Callable[[str], None]
 ) -> None:
-    """Add this start to `run.json` in `folder`. Every rank must call this function.
+    """Append a record of this start of the run to `folder/run.json`.
 
-    If the file is damaged or cannot be written, the function says so and returns.
+    Every rank must call this function.
 
     Args:
         run: The description of the run, which its checkpoints record.
+        start: The checkpoint and counters with which the job starts.
         say: A function that prints a line for the user.
     """
+    # The record contains the command, the code, the data, the machines and the versions of all
+    # packages. If the file is damaged or cannot be written, print the reason and return.
     machines = groups.gather_from_job(_machine(groups.device))
     if not groups.is_main:
         return
@@ -98,13 +100,11 @@ def record_start(
             "ranks": Counter(machines),
             "environment": {k: v for k, v in sorted(os.environ.items()) if _STEERING.match(k)},
             "data": run.data,
-            "versions": {"python": platform.python_version(), "cuda": torch.version.cuda}
-            | {each.name: each.version for each in metadata.distributions()},
         }
         found: dict[str, Any] = {"starts": [], "patches": {}}
         if path.exists():
             found = parse_json(read_small(path, MOST_BYTES))
-        found["starts"].append(_masked(entry))
+        found["starts"].append(_masked(entry) | {"versions": versions()})
         found["patches"] |= {code["patch"]: patch} if patch else {}
         write_text(path, json.dumps(found, indent=1) + "\n")
     except (OSError, ValueError, TypeError, LookupError, AttributeError) as error:
@@ -112,7 +112,7 @@ def record_start(
 
 
 def without_secrets(text: str) -> str:
-    """Return `text` with `***` in the place of each secret."""
+    """Return `text` with each secret, such as a password, replaced by `***`."""
     secrets = [value for name, value in os.environ.items() if _SECRET_NAME.search(name)]
     for secret in sorted(secrets, key=len, reverse=True):  # one may be a part of another
         text = text.replace(secret, "***") if len(secret) >= 8 else text
@@ -122,12 +122,21 @@ def without_secrets(text: str) -> str:
 
 
 def _masked(value: Any) -> Any:
-    """Return `value` with `without_secrets` of each string in its dicts and lists."""
+    """Return a copy of `value` without the secrets in its texts."""
+    # Texts inside dicts and lists count, too.
     if isinstance(value, dict):
         return {_masked(key): _masked(each) for key, each in value.items()}
     if isinstance(value, list | tuple):
         return [_masked(each) for each in value]
     return without_secrets(value) if isinstance(value, str) else value
+
+
+@cache
+def versions() -> dict[str, str | None]:
+    """Return the version of Python, of CUDA and of each installed package, by name."""
+    packages = (each.metadata for each in metadata.distributions())  # each access reads a file
+    found = {"python": platform.python_version(), "cuda": torch.version.cuda}
+    return found | {each["Name"]: each["Version"] for each in packages}
 
 
 def _machine(device: torch.device) -> str:
@@ -138,18 +147,16 @@ def _machine(device: torch.device) -> str:
 
 
 def code_of(root: Path) -> tuple[dict[str, Any], str]:
-    """Return facts about the code in the folder `root`, and its difference to the commit.
-
-    The commit or the patch is None, and `why` says the reason, if the folder is no checkout of git
-    or git does not answer within `DEADLINE` seconds in all.
-    """
+    """Return facts about the code in the folder `root`, and a patch of uncommitted changes."""
+    # The patch is from the git commit to the code. If git cannot be asked, the commit or the patch
+    # in the facts is None, and `why` has the reason. This happens if `root` is no git checkout, or
+    # git needs more than `DEADLINE` seconds in total.
     until = time.monotonic() + DEADLINE
     about: dict[str, Any] = {"version": __version__, "fingerprint": fingerprint()}
     about |= {"commit": None, "patch": None}
     try:
-        _git(
-            root, until, "ls-files", "--error-unmatch", "train.py"
-        )  # not just inside of a checkout
+        # The folder may lie inside another project's checkout.
+        _git(root, until, "ls-files", "--error-unmatch", "train.py")
         about["commit"] = _git(root, until, "rev-parse", "HEAD").strip()
         new = _git(root, until, "ls-files", "--others", "--exclude-standard", "--", "*.py")
         patch = _git(root, until, *_DIFF)

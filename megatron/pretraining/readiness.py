@@ -1,13 +1,9 @@
-"""Check what a run needs on this machine before it is queued: text, tokenizer, folders, disk, port.
+"""Check what a run needs on this machine before it is queued: text, tokenizer, folders, disk.
 
 Nothing is left on the disk, no device is used, and torch is not imported.
 """
 
-from __future__ import annotations
-
-import os
 import shutil
-import socket
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -20,6 +16,7 @@ from megatron.data.shards.joined import join, open_each
 from megatron.data.tokenizers.build import build_tokenizer
 from megatron.files import existing, why_unwritable
 from megatron.run_folder import RunFolder
+from megatron.shipped import find
 
 _NEOX = "20B_tokenizer.json"
 _NEOX_URL = "https://huggingface.co/EleutherAI/gpt-neox-20b/resolve/main/tokenizer.json"
@@ -40,17 +37,11 @@ def readiness(config: Config) -> Iterator[Finding]:
     for key, path in folders.items():
         if path and (why := why_unwritable(existing(Path(path)))):
             yield True, f"{key}: {path}: {existing(Path(path))} {why}; write another folder"
-    port = os.environ.get("MASTER_PORT", "")
-    if port.isdecimal() and "TORCHELASTIC_RUN_ID" not in os.environ:  # torchrun listens there
-        try:
-            socket.create_server(("", int(port))).close()
-        except (OSError, OverflowError) as error:
-            text = f"{error}; export MASTER_PORT with a free port's number"
-            yield True, f"MASTER_PORT: {port}: {text}"
 
 
 def _text(config: Config) -> Iterator[Finding]:
-    """Yield the missing files of the text and its tokenizer, and how often the text is read."""
+    """Yield facts and problems of the text and its tokenizer."""
+    # These are missing files, and how often the text is read.
     data, tokenizer = config.data, None
     missing = list(_missing_files(data))
     yield from ((True, line) for line in missing)
@@ -76,7 +67,7 @@ def _text(config: Config) -> Iterator[Finding]:
 def _missing_files(data: DataConfig) -> Iterator[str]:
     """Yield a line for each missing file of the tokenizer, with the command that makes it."""
     for key, path in (("vocab_file", data.vocab_file), ("merge_file", data.merge_file)):
-        if path is None or Path(path).is_file():
+        if path is None or find(path).is_file():
             continue
         how = "copy the file of the published model there, or name your own"
         if Path(path).name in GPT2_FILES:
@@ -104,7 +95,7 @@ def _command(data: DataConfig) -> str:
 
 
 def _disk(config: Config, save: Path) -> Finding:
-    """Return whether the disk is too small for the checkpoints, and a line about their size."""
+    """Return (whether the disk is too small for the checkpoints, a line about their size)."""
     m, c, steps = config.model, config.checkpoint, config.training.train_iters
     each = 16 if config.training.precision == "fp32" else 14  # weights, master, two moments
     size = each * (m.block_parameters + 2 * _VOCABULARY * m.hidden_size) / 1e9

@@ -5,8 +5,6 @@ compares the two models on the first samples of the run. One process of the job 
 whole models, so the result is the same in every parallel layout.
 """
 
-from __future__ import annotations
-
 from contextlib import suppress
 from dataclasses import dataclass
 
@@ -49,13 +47,13 @@ MOST_SAMPLES, MOST_PRODUCTS, MOST_ON_CPU = 16, 10**14, 10**12
 
 @dataclass(frozen=True)
 class Retrofit:
-    """A change of positions at the start of a run.
+    """A change of a model's positional embeddings at the start of fine-tuning.
 
     Attributes:
         config: The config of the run.
-        source: The same config with the positions of the checkpoint.
-        saved: The checkpoint.
-        change: What is kept, added and dropped.
+        source: The same config with the positional embeddings of the checkpoint.
+        saved: The checkpoint from which the run starts.
+        change: The old and the new positional embeddings.
     """
 
     config: Config
@@ -64,16 +62,19 @@ class Retrofit:
     change: ChangedPositions
 
     def measure(self, model: Model, data: JobData, groups: Groups) -> str:
-        """Fit theta if the config asks for it, and return lines with the losses of both models.
+        """Return lines for the log with the loss before and after the change of embeddings.
 
         Every rank must call this method.
 
         Args:
-            model: This rank's part of the new model. Its added theta is set to the fitted values.
+            model: This rank's part of the new model. The parameters of added embeddings may be
+                fitted.
+            data: The text on which the losses are computed.
 
         Raises:
             PositionalError: The positions cannot be fitted.
         """
+        # The parameters are fitted if the config sets `retrofit_init: fit`.
         tokens_NS = data.first_samples(min(self.config.batch.train_batch_size, MOST_SAMPLES))
         fitted, text, count = {}, "", count_parameters(model, groups)
         if tokens_NS is not None and groups.is_main:
@@ -93,12 +94,16 @@ class Retrofit:
     def _compare(
         self, inputs: Tensor, targets: Tensor, data: JobData, most: int
     ) -> tuple[dict[int, Tensor], str]:
-        """Return the fitted columns of theta, and lines with the losses of both models.
+        """Compare the old and the new model on some samples.
 
         Args:
-            most: The most samples for which the losses are computed. If it is 0, no model is built,
-                unless the config asks for a fit, which needs one.
+            most: The maximum number of samples.
+
+        Returns:
+            (fitted parameters by index, lines for the log).
         """
+        # The parameters are columns of theta, the learned parameters of the positional embeddings.
+        # If `most` is 0 and the config does not ask for a fit, no model is built.
         fits, fitted, texts = self.config.checkpoint.retrofit_init == "fit", {}, []
         precision = DTYPES[self.config.training.precision]
         if not most and not fits:
@@ -130,7 +135,8 @@ class Retrofit:
         return fitted, "\n".join([*self._lines(fitted), f"  loss on the first {where}: {losses}"])
 
     def _lines(self, fitted: dict[int, Tensor]) -> list[str]:
-        """Return lines for the log about the window, the fading and the fitted values."""
+        """Return lines for the log about what the change of embeddings does."""
+        # These are the window, the fading and the fitted values.
         lines, anneal = [], self.config.checkpoint.retrofit_anneal
         windows = [each.model.sliding_window_width for each in (self.source, self.config)]
         if windows[0] != windows[1]:
@@ -144,20 +150,19 @@ class Retrofit:
 
 
 def retrofit_of(config: Config, start: Start, new: PositionalEmbedding) -> Retrofit | None:
-    """Return the change of positions that a run with `finetune` starts with.
-
-    The result is None if the run resumes, if its model has the checkpoint's positions, or if the
-    checkpoint records no positions.
+    """Return the change of positional embeddings between a checkpoint and a run, or None.
 
     Args:
-        start: Where the run starts.
+        start: The starting point of the run.
         new: The positional embedding of the run's model.
 
     Raises:
-        CheckpointError: The config sets `retrofit_anneal`, and no rotary embedding can fade; or the
-            positions or windows differ and the config does not name the key; or a run that resumes
-            before its last faded step has another `retrofit_anneal`.
+        CheckpointError: The config's keys do not fit the change of embeddings.
     """
+    # The result is None if the run resumes, if the embeddings are the same, or if the checkpoint
+    # does not record its embeddings. These are errors: the config sets `retrofit_anneal`, but there
+    # is no rotary embedding to fade; the config changes `pos_emb` or `sliding_window_width` without
+    # setting the key; the run resumes during the fading with another `retrofit_anneal`.
     saved, c, layers = start.saved, config.checkpoint, config.model.num_layers
     if saved is not None and start.resumes:
         was, now = saved.record.config.get("retrofit_anneal", 0), c.retrofit_anneal
@@ -197,7 +202,7 @@ def retrofit_of(config: Config, start: Start, new: PositionalEmbedding) -> Retro
 
 
 def _source(config: Config, saved: Saved) -> Config:
-    """Return `config` with the positions that a checkpoint records, if it records any."""
+    """Return `config` with the positional settings that the checkpoint records, if any."""
     recorded = {}
     if saved.kind is not Kind.PUBLISHED:
         known = saved.record.config | saved.record.model

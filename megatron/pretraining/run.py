@@ -1,7 +1,5 @@
 """Run a full training job, from a config to a trained, saved and evaluated model."""
 
-from __future__ import annotations
-
 from contextlib import ExitStack, suppress
 from dataclasses import replace
 from functools import partial
@@ -69,11 +67,11 @@ def train(config: Config, *, verbose: bool = False, allow_fallback: bool = False
 
     Args:
         verbose: Whether DeepSpeed prints its log messages.
-        allow_fallback: Whether to start from the newest intact checkpoint if the checkpoint named
-            in the file `latest` is damaged. If false, a damaged checkpoint is an error.
+        allow_fallback: Whether to start from the newest intact checkpoint if the newest one is
+            damaged. If false, a damaged checkpoint is an error.
 
     Returns:
-        The exit code: 0, or `preemption_exit_code` after a signal or time limit (see `preemption`).
+        The exit code: 0, or `preemption_exit_code` after a signal or time limit.
 
     Raises:
         ConfigError: A config key does not fit the positional embedding.
@@ -151,7 +149,7 @@ class Job:
         self.progress = self.start.finish(self.engine, self.schedule, groups, self.description)
 
     def run(self) -> None:
-        """Train up to step `train_iters`, then evaluate as the config asks."""
+        """Train up to the last step, then evaluate as the config asks."""
         c, step, trains = self.config, self.progress.step, self.config.training.train_iters > 0
         with RunLog(
             self.run_dir,
@@ -175,7 +173,8 @@ class Job:
                 log.line(f"{why}: left after step {self.progress.step}; {how_to_go_on(c)}")
 
     def _write_config(self, log: RunLog) -> None:
-        """Write `config.yml` and `run.json`, unless the job only evaluates another run."""
+        """Write the config and the record of this start into the run folder."""
+        # `config.yml` and `run.json`; a job that only evaluates another run writes none
         path = RunFolder(self.run_dir).config
         if self.config.training.train_iters > 0:
             record_start(self.run_dir, self.groups, self.description, self.start, log.line)
@@ -234,10 +233,11 @@ class Job:
             bad: The error that the training loop raised.
 
         Raises:
-            BadLossError: `on_bad_loss` is not `roll_back`, or there is no checkpoint. In both cases
-                `bad` is raised again.
-            DivergedError: The run has gone back to this checkpoint MOST_ROLL_BACKS times already.
+            BadLossError: The run cannot go back, so `bad` is raised again.
+            DivergedError: The run has gone back to this checkpoint too often.
         """
+        # The run cannot go back if `on_bad_loss` is not `roll_back`, or if there is no checkpoint.
+        # It may go back MOST_ROLL_BACKS times to one checkpoint.
         c = self.config
         save = c.checkpoint.save if c.training.on_bad_loss == "roll_back" else None
         saved = newest(Path(save)) if save else None
@@ -258,10 +258,8 @@ class Job:
         )
 
     def _validate(self, log: RunLog, step: int) -> dict[str, float]:
-        """Run the validation after `step` and return its metrics.
-
-        If the metrics contain the loss by length, also log pictures of the distance kernels.
-        """
+        """Run the validation after `step` and return its metrics."""
+        # With the loss by length, pictures of the distance kernels are logged, too.
         c, pos = self.config, self.model.pos
         found = validation(self.data, self.engine, step)
         by_length = any(name.rpartition("_at_")[1] for name in found)

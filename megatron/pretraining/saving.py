@@ -1,7 +1,5 @@
 """Save checkpoints during training, with the state of all hooks."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -20,7 +18,7 @@ def require_writable(save: Path) -> None:
     """Check that the folder `save` can be written.
 
     Raises:
-        CheckpointError: It cannot.
+        CheckpointError: The folder cannot be created or written.
     """
     if why := why_unwritable(there := existing(save)):
         raise CheckpointError(f"save: {save}: {there} {why}; write another folder")
@@ -28,7 +26,7 @@ def require_writable(save: Path) -> None:
 
 @contextmanager
 def said_what_is_saved(save: str | None) -> Iterator[None]:
-    """If the `with` block raises a DivergedError, name the newest checkpoint in its message.
+    """Add the newest checkpoint to the message of a DivergedError of the `with` block.
 
     Args:
         save: The folder with the run's checkpoints; None if the run saves none.
@@ -44,15 +42,16 @@ def said_what_is_saved(save: str | None) -> Iterator[None]:
 
 @dataclass
 class Saving(Hook):
-    """Writes checkpoints, and keeps the counters that the newest checkpoint contains.
+    """A hook that writes checkpoints.
 
     Attributes:
-        saver: The object that writes the files; None if the run has no folder `save`.
-        progress: The counters with which the run starts. They are updated after every step at which
-            a checkpoint is due, even without a `saver`.
-        loader: The batches of the run, which count the samples that were read.
-        hooks: The hooks whose state a checkpoint holds.
+        saver: The object that writes the files; None if the run saves none.
+        progress: The counters of the run at the newest checkpoint.
+        loader: The batches of the run. It counts the samples that were read.
+        hooks: The hooks whose state is stored in a checkpoint.
     """
+
+    # `progress` is updated after every step at which a checkpoint is due, even without a `saver`.
 
     saver: Saver | None
     progress: TrainingProgress

@@ -1,7 +1,5 @@
 """Validate during training, and make up for a validation that an earlier job owes."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -12,14 +10,14 @@ from megatron.engine.training.hooks import Hook, Step
 
 
 class Validation(Hook):
-    """Logs the metrics of the validations during training.
-
-    If a job ends before a validation is complete, the resumed run validates before its first step.
+    """A hook that runs the validations during training and logs their metrics.
 
     Args:
-        measure: A function from step to the validation's metrics. If `measure` raises
-            `preemption.Leave`, the job ends after a checkpoint.
+        measure: A function from step to the validation's metrics.
     """
+
+    # If `measure` raises `preemption.Leave`, the job ends after a checkpoint. If a job ends before
+    # a validation is complete, the resumed run repeats the validation before its first step.
 
     def __init__(self, measure: Callable[[int], dict[str, float]], log: RunLog):
         self._measure, self._log = measure, log
@@ -31,11 +29,12 @@ class Validation(Hook):
         return {"owes_validation": True} if self._owed else {}
 
     def begin(self, step: int) -> None:
-        """Validate now if the checkpoint was saved before the validation of its step.
+        """Run the validation after `step` if an earlier job has left it to this one.
 
         Raises:
             Leave: The job ends before the validation is complete.
         """
+        # This is so if the checkpoint was saved before the validation.
         if self._owed:
             self._log.go_back(step, validates_again=True)
             self._validate(step)
@@ -56,7 +55,7 @@ class Validation(Hook):
 
 
 def is_owed(state: Mapping[str, Any]) -> bool:
-    """Return whether the validation of a checkpoint's step is still to be done.
+    """Return whether the validation after a checkpoint's step was still due when the job ended.
 
     Args:
         state: The state of all hooks in the checkpoint.

@@ -10,8 +10,6 @@ costs half the time.) Two more functions are replaced:
   exchange is one event.
 """
 
-from __future__ import annotations
-
 import re
 import sys
 import threading
@@ -45,14 +43,14 @@ CALLERS = ("", "megatron/(?!parallel/)", "megatron/(evaluation|pretraining)/")
 
 
 class Event(NamedTuple):
-    """A collective or a message of one rank.
+    """A collective, a send or a receive by one rank.
 
     Attributes:
         op: The name of the operation, as in torch's `ProcessGroup` or `torch.distributed`.
         group: The ranks of the process group, as text (see `EventLog.members`).
-        peer: The rank that is sent to or received from, or the root of a collective; else None.
-        what: The data types and shapes of the tensors, and how they are reduced.
-        where: The line of code, and the lines of the project from which it was called.
+        peer: The other rank of a send or receive, or the root of a collective; otherwise None.
+        what: The dtypes and shapes of the tensors, and the reduction.
+        where: The line of code that communicates, and the lines of the project that called it.
     """
 
     op: str
@@ -67,17 +65,20 @@ Reply = Callable[[Event, Sequence[Tensor]], None]
 
 
 class EventLog:
-    """The events of one process.
+    """The collectives, sends and receives of one process, in order.
 
     Args:
-        reply: What stands in for the other ranks. None if there are real ones.
+        reply: A function that fills received tensors in place of the other ranks. None if the other
+            ranks are real.
 
     Attributes:
-        threads: Maps the number of each thread that communicates to its events in order.
-        members: Maps the text of a group to its ranks. Groups of the same ranks have different
-            texts, such as "0 to 3" and "0 to 3 (group 2 of these)".
-        here: Has the attribute `paused`, which is true in a thread that is not recorded now.
+        threads: Maps the id of each thread that communicates to its list of events.
+        members: Maps the text of a process group, such as "0 to 3", to its ranks.
+        here: A `threading.local`. Its attribute `paused` is true while a thread is not recorded.
     """
+
+    # Two groups of the same ranks have different texts, such as "0 to 3" and "0 to 3 (group 2 of
+    # these)".
 
     def __init__(self, reply: Reply | None = None):
         self.reply = reply
@@ -89,7 +90,7 @@ class EventLog:
         self.name(dist.group.WORLD)
 
     def name(self, group: Any) -> None:
-        """Give the new process group `group` a text, which is the same on all its ranks."""
+        """Store the text and the ranks of the new process group `group`."""
         ranks = dist.get_process_group_ranks(group)
         text = ranks_text(ranks)
         self._count[text] += 1
@@ -105,11 +106,14 @@ class EventLog:
         tensors: Sequence[Tensor] = (),
         peer: int | None = None,
     ) -> None:
-        """Append an event of this thread, and let the other ranks reply.
+        """Append a collective, a send or a receive of this thread.
 
         Args:
-            group: The process group; None is the group of all ranks.
-            peer: The number in `group` of the rank that `Event.peer` describes.
+            op: The name of the operation, as in torch's `ProcessGroup`.
+            group: The process group. None means the group of all ranks.
+            what: The dtypes and shapes of the tensors, and the reduction.
+            tensors: The tensors that are sent or received.
+            peer: The other rank, or the root of a collective, as its number within `group`.
         """
         if getattr(self.here, "paused", False):
             return
@@ -122,7 +126,7 @@ class EventLog:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Record nothing of this thread during the `with` block."""
+        """Do not record the events of this thread during the `with` block."""
         self.here.paused = True
         try:
             yield
@@ -131,7 +135,7 @@ class EventLog:
 
 
 def _recorded(log: EventLog, op: str) -> Callable[..., Any]:
-    """Return the method `op` of a process group, which adds an event to `log`."""
+    """Return a version of `ProcessGroup`'s method `op` that also adds an event to `log`."""
     original = getattr(dist.ProcessGroup, op)
 
     def method(group: Any, *args: Any, **kwargs: Any) -> Any:
@@ -153,7 +157,7 @@ def _recorded(log: EventLog, op: str) -> Callable[..., Any]:
 
 @contextmanager
 def recording(log: EventLog) -> Iterator[None]:
-    """Record in `log` what this process communicates during the `with` block."""
+    """Record this process's collectives, sends and receives in `log` during the `with` block."""
     new_group, gather = dist.new_group, dist.all_gather_object
 
     def created(ranks: Sequence[int] | None = None, *args: Any, **kwargs: Any) -> Any:
@@ -194,12 +198,10 @@ def ranks_text(ranks: Sequence[int]) -> str:
 
 
 def line_of_code() -> str:
-    """Return the line that communicates, and two lines of the project from which it was called.
-
-    The second line is the first outside `megatron/parallel/`, and the third is the first of the
-    packages above `engine`, such as the validation. Lines of torch, of DeepSpeed's wrappers and of
-    this package do not count.
-    """
+    """Return a text with up to three lines of the call stack, from the innermost outwards."""
+    # The first is the line that communicates. The second is the next line of the project outside
+    # `megatron/parallel/`. The third is the next line in `megatron/evaluation/` or
+    # `megatron/pretraining/`. Lines of torch, DeepSpeed's wrappers and this package are skipped.
     frame, found, last = sys._getframe(1), [], 0
     while frame is not None and last < len(CALLERS):
         name, kind = _file(frame.f_code.co_filename)
@@ -212,7 +214,8 @@ def line_of_code() -> str:
 
 @cache
 def _file(path: str) -> tuple[str, int]:
-    """Return the short name of a file of code, and the number of `CALLERS` that match it."""
+    """Return (short name of a source file, its rank in the choice of lines)."""
+    # The rank is the number of patterns in `CALLERS` that match the file.
     _, package, name = path.rpartition("site-packages/")
     if not package and Path(path).is_relative_to(ROOT):
         name = str(Path(path).relative_to(ROOT))

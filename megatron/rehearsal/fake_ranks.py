@@ -9,8 +9,6 @@ Each rank is a fork of this process, which has imported all modules, because Dee
 in its modules. Each has an empty folder of its own, because the earlier ranks have already saved.
 """
 
-from __future__ import annotations
-
 import contextlib
 import gc
 import importlib
@@ -20,7 +18,7 @@ import shutil
 import sys
 import traceback
 import uuid
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -41,14 +39,14 @@ _HALF = "deepspeed.accelerator.cpu_accelerator.CPU_Accelerator.is_fp16_supported
 
 
 class Played(NamedTuple):
-    """What one rank did.
+    """The result of running the job as one rank.
 
     Attributes:
-        threads: The events of each of its threads.
-        members: Maps the text of a group to its ranks.
-        sent: The integers that it sent.
+        threads: The events of each thread of the rank.
+        members: Maps the text of a process group to its ranks.
+        sent: The integers that the rank sent.
         error: The traceback of the error that ended the rank, or "".
-        modules: The names of the modules that rank 0 has imported.
+        modules: The names of the modules that rank 0 imported. Empty for other ranks.
     """
 
     threads: list[list[Event]]
@@ -59,15 +57,19 @@ class Played(NamedTuple):
 
 
 class EarlierRanks:
-    """Replies to a rank with the integers that earlier ranks sent, and keeps those it sends."""
+    """Stands in for the other ranks: replays the integers that earlier ranks sent.
+
+    Attributes:
+        sent: The integers that this rank sends, for the ranks after it.
+    """
 
     def __init__(self, rank: int, sent: Sent):
-        self.rank, self.earlier = rank, sent
+        self.rank, self._received = rank, {key: iter(each) for key, each in sent.items()}
         self.sent: Sent = defaultdict(list)
-        self._received: Counter[tuple] = Counter()
 
     def reply(self, event: Event, tensors: Sequence[Tensor]) -> None:
-        """Fill the received tensor with integers, if its sender sent integers."""
+        """Fill a received tensor with its sender's integers, or with zeros if there are none."""
+        # For a tensor that this rank sends, its integers are stored in `sent`.
         key: tuple = event.group, event.peer
         sends = event.op == "send" or (event.op == "broadcast" and event.peer == self.rank)
         if event.op in MESSAGES:
@@ -80,8 +82,7 @@ class EarlierRanks:
             counts = x.dtype in (torch.int32, torch.int64)
             self.sent[key].append(x.flatten().tolist() if counts else None)
             return
-        number, self._received[key] = self._received[key], self._received[key] + 1
-        sent = dict(enumerate(self.earlier.get(key, []))).get(number)
+        sent = next(self._received.get(key, iter(())), None)
         known = sent is not None and len(sent) == x.numel()
         with torch.no_grad():
             x.copy_(torch.tensor(sent, dtype=x.dtype).view(x.shape) if known else torch.zeros(()))
@@ -90,15 +91,15 @@ class EarlierRanks:
 def play_all(
     job: Callable[[], object], size: int, stages: int, folder: Path, at_once: int
 ) -> Iterator[Played]:
-    """Run `job` as each of `size` ranks, and yield what each did, in the order of ranks.
+    """Run `job` once as each of `size` ranks, and yield the result of each rank, in order.
 
     Args:
-        job: A function that joins the job of the environment's RANK and WORLD_SIZE. It may write
-            into the folder "run" of the current folder.
-        stages: The number of pipeline stages, whose ranks follow each other.
-        folder: An empty folder.
+        job: A function that joins the job described by the variables RANK and WORLD_SIZE.
+        stages: The number of pipeline stages. Each stage has consecutive ranks.
+        folder: An empty folder for the ranks' files.
         at_once: The number of ranks that run at the same time.
     """
+    # `job` may write into the subfolder "run" of the current folder.
     context, sent, first = multiprocessing.get_context("fork"), {}, 0
     while first < size:
         # A rank needs the integers of the earlier stages and of rank 0, which also runs alone.
@@ -126,7 +127,7 @@ def play_all(
 def _play(
     pipe: Connection, rank: int, size: int, job: Callable[[], object], sent: Sent, folder: Path
 ) -> None:
-    """Run `job` as the rank `rank` of `size` in this forked process, and send what it did."""
+    """Run `job` as one of `size` ranks in this forked process, and send the result to `pipe`."""
     os.environ.update(RANK=str(rank), LOCAL_RANK="0", WORLD_SIZE=str(size))
     os.environ.pop("MASTER_ADDR", None)  # of a launcher, whose job this is not
     others, error = EarlierRanks(rank, sent), ""

@@ -4,8 +4,6 @@ The collectives of a step follow from the layout, the layers and the options. Th
 from the width of the model and from the length of the sequences.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np
@@ -17,9 +15,10 @@ from megatron.data.shards.writer import ShardWriter
 # One step, a validation and a save, in a fresh run that only writes its folder.
 STEP = """train_iters=1 lr_decay_iters=null eval_interval=1 eval_iters=1 log_interval=1 save=run
 load=null finetune=false save_interval=null exit_interval=null exit_duration_in_mins=null
-train_batch_size=null train_micro_batch_size_per_gpu=1 eval_examples=2 eval_context_baseline=0
-rotary_pct=1 attention_backend=auto distributed_backend=null torch_compile=false profile=false
-memory_profiling=false flops_profiler.enabled=false use_wandb=false tensorboard_dir=null"""
+curriculum=null train_batch_size=null train_micro_batch_size_per_gpu=1 eval_examples=2
+eval_context_baseline=0 rotary_pct=1 attention_backend=auto distributed_backend=null
+torch_compile=false profile=false memory_profiling=false flops_profiler.enabled=false
+use_wandb=false tensorboard_dir=null"""
 TEXT = """train_data_paths=null train_data_weights=null valid_data_paths=null
 valid_data_weights=null test_data_paths=null test_data_weights=null weight_by_num_documents=false
 tokenizer_type=ByteLevelTokenizer vocab_file=null merge_file=null"""
@@ -27,13 +26,18 @@ DOCUMENTS, TOKENS = 2000, 40  # the text that is read instead of the run's
 
 
 def narrow(config: Config, folder: Path) -> list[str]:
-    """Return config overrides for a rehearsal of `config`, and write a text into `folder`.
+    """Return config overrides that make a run small enough to rehearse.
 
-    The rehearsed job takes one step, validates and saves. Each head has few dimensions, and each
-    sequence few tokens. A step has as many micro-batches as fill the pipeline, and one more. Blocks
-    communicate in the same way, so there is one for each stage (two without a pipeline), and those
-    that a division leaves over. If a key names the layers one by one, all of them remain.
+    The small run takes one step, validates and saves.
+
+    Args:
+        folder: The folder into which the text of the small run is written.
     """
+    # It has narrow heads and short sequences. A step has at most one more micro-batch than the
+    # pipeline has stages. There is one block per stage (two without a pipeline), because all blocks
+    # communicate in the same way. If the number of blocks is not a multiple of the number of
+    # stages, the remainder is added. If the config sets `pos_emb` or `sliding_window_width` per
+    # layer, all layers are kept.
     m, p, layers = config.model, config.parallel, config.model.num_layers
     slices, stages = p.context_parallel_size * p.model_parallel_size, p.pipe_parallel_size
     if not any(isinstance(each, tuple) for each in (m.pos_emb, m.sliding_window_width)):

@@ -1,7 +1,5 @@
 """Rehearse a job: run it as every rank, and check that all ranks communicate as they must."""
 
-from __future__ import annotations
-
 import os
 import tempfile
 from collections.abc import Callable
@@ -18,11 +16,13 @@ from megatron.rehearsal.rendezvous import Strand, unmatched
 
 
 class RehearsalError(UserError):
-    """Ranks of the rehearsed job do not communicate as they must, or one fails."""
+    """A rank of the rehearsed job failed, or its communication does not match other ranks."""
 
 
 def rehearse(load: Callable[..., Config], train: Callable[[Config], object]) -> str:
-    """Run `train` as every rank of the job, on a small model, and return a text about it.
+    """Run `train` as every rank of the job, on a small model, and return a summary as text.
+
+    No two ranks really communicate. The collectives of all ranks are recorded and then compared.
 
     Args:
         load: A function from config overrides to the config.

@@ -6,8 +6,6 @@ a job that passes does not depend on such buffers. Operations of different group
 order in which nobody waits for ever.
 """
 
-from __future__ import annotations
-
 from collections import defaultdict, deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -23,12 +21,12 @@ The root of a broadcast may stand in another line of code than the other ranks.
 
 @dataclass(eq=False)
 class Strand:
-    """One thread of one rank.
+    """One thread of one rank, with its collectives, sends and receives.
 
     Attributes:
-        events: Its events in order.
+        events: The events of the thread, in order.
         end: How the rank ended, for error messages.
-        done: The number of events that have found their partners.
+        done: The number of events that are matched with the events of other ranks.
     """
 
     rank: int
@@ -38,18 +36,19 @@ class Strand:
 
     @property
     def event(self) -> Event | None:
-        """The event in which the thread waits; None after its last event."""
+        """The first event that is not matched yet; None if all events are matched."""
         return self.events[self.done] if self.done < len(self.events) else None
 
 
 def unmatched(strands: Sequence[Strand], members: Mapping[str, Sequence[int]]) -> str:
-    """Return a text about the first event that has no partner, or "" if all events have partners.
+    """Return an error text if an event has no matching event on another rank, otherwise "".
 
-    Two threads of a rank that use the same group are an error, too, because their order is open.
+    It is also an error if two threads of a rank use the same process group, because the order of
+    their events is then undefined.
 
     Args:
         strands: Every thread of every rank.
-        members: Maps the text of a group to its ranks.
+        members: Maps the text of a process group to its ranks.
     """
     users: dict[tuple[int, str], Strand] = {}
     for strand, group in ((each, event.group) for each in strands for event in each.events):
@@ -73,14 +72,13 @@ def unmatched(strands: Sequence[Strand], members: Mapping[str, Sequence[int]]) -
         for each in met:
             each.done += 1
         ready.extend(met)
-    stuck = [each for each in strands if each.event]
-    return _stalled(stuck, strands, members) if stuck else ""
+    return _stalled(strands) if any(each.event for each in strands) else ""
 
 
 def _place(
     event: Event, rank: int, members: Mapping[str, Sequence[int]]
 ) -> tuple[tuple, Sequence[int]]:
-    """Return where the event of `rank` takes place, and the ranks that meet there."""
+    """Return (key that matching events share, ranks that must take part) for an event of `rank`."""
     if event.op not in MESSAGES:
         return (event.group,), members[event.group]
     assert event.peer is not None
@@ -89,7 +87,7 @@ def _place(
 
 
 def _difference(met: Iterable[Strand]) -> str:
-    """Return how the events of ranks that meet differ, or "" if they fit together."""
+    """Return a text with the differences between events that should match, or "" if they match."""
     kinds: dict[tuple, list[tuple[int, Event]]] = defaultdict(list)
     for strand in met:
         event = strand.event
@@ -103,30 +101,18 @@ def _difference(met: Iterable[Strand]) -> str:
     return "\n".join(lines)
 
 
-def _stalled(
-    stuck: Sequence[Strand], strands: Sequence[Strand], members: Mapping[str, Sequence[int]]
-) -> str:
-    """Return who waits for whom, from a rank that waits to one that ended or to a circle."""
-    chain = [stuck[0]]
-    while event := chain[-1].event:
-        place, partners = _place(event, chain[-1].rank, members)
-        there = {s.rank for s in stuck if s.event and _place(s.event, s.rank, members)[0] == place}
-        missing = next(rank for rank in partners if rank not in there)
-        others = sorted((s for s in strands if s.rank == missing), key=lambda s: s.event is None)
-        if others[0] in chain:
-            chain = chain[chain.index(others[0]) :]
-            break
-        chain = [*chain[-1:], others[0]] if others[0].event is None else [*chain, others[0]]
-    circle = chain[-1].event is not None
-    lines = ["ranks wait for each other:" if circle else "a rank waits for one that has ended:"]
-    for strand in chain:
+def _stalled(strands: Sequence[Strand]) -> str:
+    """Return where ranks wait, and where those ended that do not wait."""
+    waiting = {strand.rank for strand in strands if strand.event}
+    found: dict[str, list[int]] = defaultdict(list)
+    for strand in sorted(strands, key=lambda each: each.event is None):
         if event := strand.event:
-            same = [each.rank for each in stuck if each.event == event]
-            lines.append(f"  {_ranks(same)} waits in {_text(event)}")
-        else:
+            found[f"waits in {_text(event)}"].append(strand.rank)
+        elif strand.rank not in waiting:
             after = f" after {_text(strand.events[-1])}" if strand.events else ""
-            lines.append(f"  rank {strand.rank} {strand.end}{after}")
-    return "\n".join(lines)
+            found[f"{strand.end}{after}"].append(strand.rank)
+    lines = (f"  {_ranks(ranks)} {what}" for what, ranks in found.items())
+    return "\n".join(["ranks wait for ever:", *lines])
 
 
 def _ranks(ranks: Sequence[int]) -> str:

@@ -1,3 +1,3 @@
 """Make Triton's interpreter faster for the tests in this folder."""
 
-from tests.helpers.interpreter import patch_once_per_launch  # noqa: F401
+from tests.helpers.interpreter import fast_interpreter  # noqa: F401

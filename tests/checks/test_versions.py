@@ -56,7 +56,7 @@ def pins(path: Path, *, included: bool = False) -> dict[str, str]:
         if included and line.startswith("-r "):
             found |= pins(path.with_name(line[3:]), included=True)
         elif "==" in line:
-            name, version = line.split("==")
+            name, version = line.partition(";")[0].split("==")
             found[normal(name)] = version
     return found
 

@@ -48,6 +48,21 @@ REFUSED = [
         "torch_compile_mode",
         "reduce-overhead without torch_compile, so nothing is compiled; write torch_compile: true",
     ),
+    ({"curriculum": [[0, 5], [4, 16]]}, "curriculum", "5 does not divide seq_length 16"),
+    ({"curriculum": [[1, 8], [4, 16]]}, "curriculum", "its steps are 1, 4; write steps that begin"),
+    ({"curriculum": [[0, 8], [4, 4], [4, 16]]}, "curriculum", "begin with 0 and rise"),
+    (
+        {"curriculum": [[0, 4], [4, 8]]},
+        "curriculum",
+        "ends with length 8; write a last length of 16",
+    ),
+    ({"curriculum": [0, 4]}, "curriculum", "expected a list of [step, length]"),
+    ({"curriculum": [[0, 0]]}, "curriculum", "a whole number of at least 1"),
+    (
+        {"curriculum": [[0, 8], [4, 16]], "data_path": "builtin:copy"},
+        "curriculum",
+        "would cut the examples of copy; leave it out",
+    ),
     ({"eval_lengths_interval": 1000}, "eval_lengths_interval", "without eval_lengths"),
     (
         {"eval_lengths": [16], "eval_lengths_interval": 300, "eval_interval": 200},
@@ -86,6 +101,7 @@ def test_the_values_beside_them_are_accepted(tmp_path):
     load(tmp_path, eval_lengths=[16], eval_context_baseline=15)
     load(tmp_path, reset_position_ids=True, reset_attention_mask=True)
     load(tmp_path, finetune=True, save="a", load="b")
+    load(tmp_path, curriculum=[[0, 4], [9, 2], [11, 16]], data_path="builtin:python-stdlib")
     load(tmp_path, pos_emb="rpe", rpe_num_buckets=2)
 
 

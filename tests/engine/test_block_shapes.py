@@ -1,7 +1,7 @@
 """Test that each block shape of GPT-NeoX's, KERPLE's and a fork's model files trains, scaled down.
 
-`tools/check_neox_configs.py CHECKOUT ... --shapes FILE` wrote the shapes of all files that it
-accepts.
+A shape is the keys of the model section that differ from their defaults in a file that
+`tools/check_neox_configs.py` accepts, with sizes scaled down to SMALL.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ import pytest
 from megatron.engine.job import join
 from tests.helpers.jobs import rows, run_job, write_config
 from tests.helpers.paths import FIXTURES
-from tools.check_neox_configs import SMALL
 
+SMALL = {"hidden_size": 32, "num_attention_heads": 4, "seq_length": 16}
 SHAPES = json.loads((FIXTURES / "config" / "block_shapes.json").read_text())
 
 

@@ -66,7 +66,6 @@ def test_a_perfect_model_is_perfect_and_a_broken_one_is_not():
     assert (perfect.exact, perfect.token, perfect.examples) == (1.0, 1.0, 50)
     assert perfect.exact_low == pytest.approx(0.92865, abs=1e-5)  # 50 / (50 + 1.959964^2)
     assert perfect.exact_high == 1.0 and perfect.times_train == 1.5
-    assert (perfect.distance_scale, perfect.split, perfect.step, perfect.code) == (1.0, "", 0, "")
     broken = accuracy_at(solver((0,)), COPY, 6, 50, GROUPS, 64)
     assert (broken.exact, broken.exact_low) == (0.0, 0.0)
     assert broken.token == pytest.approx(5 / 6)

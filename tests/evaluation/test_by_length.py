@@ -86,8 +86,6 @@ def test_summary():
     assert result.stderr == pytest.approx(np.std(losses, ddof=1) / 2)
     assert result.bits_per_byte == pytest.approx(2.5 / math.log(2) / 2)
     assert (result.length, result.sequences) == (10, 4)
-    unknown = (result.distance_scale, result.split, result.step, result.code)
-    assert unknown == (1.0, "", 0, "")
 
 
 def test_lengths_keep_their_order_and_each_prints_a_line():

@@ -78,9 +78,10 @@ def test_tables_and_titles(evaluate):
 
 @pytest.mark.parametrize(("scale", "title"), [(0.5, ", distances x 0.5"), (2.0, ", distances x 2")])
 def test_a_title_names_another_scale_of_distances(evaluate, scale, title):
-    said, _, results = evaluate(eval_distance_scale=scale)
+    said, folder, _ = evaluate(eval_distance_scale=scale)
     assert said[3].splitlines()[0] == f"kerple_log, trained at 16{title}"
-    assert [result.distance_scale for result in results] == [scale, scale]
+    table = pd.read_csv(folder / "extrapolation.csv")
+    assert table.distance_scale.tolist() == [scale, scale]
 
 
 def test_without_a_folder_the_run_gets_the_files_and_only_distances_have_kernels(evaluate):
@@ -160,7 +161,13 @@ def test_the_picture_of_the_accuracy_has_its_interval(tmp_path, monkeypatch):
         Accuracy(4, 1.0, 10, exact=0.5, exact_low=0.2, exact_high=0.6, token=0.9),
         Accuracy(8, 2.0, 10, exact=0.25, exact_low=0.125, exact_high=0.5, token=0.75),
     ]
-    text = write_accuracy(rows, COPY, tmp_path / "new", "a title")
+    text = write_accuracy(
+        rows,
+        COPY,
+        tmp_path / "new",
+        "a title",
+        {"distance_scale": 1.0, "split": "x", "step": 3, "code": "c"},
+    )
     assert text.startswith("a title\n length  times_train  examples  exact")
     assert " 0.125 " in text and "distance_scale" in text and "code" not in text
     assert text.endswith(f"written to {tmp_path}/new: accuracy.csv and accuracy.png")
@@ -190,7 +197,10 @@ def test_the_title_of_the_accuracy(tmp_path, monkeypatch, scale, title):
         loss_fn=None, config=load_config([config]), groups=CPU, pos=load("alibi"), step=3
     )
     said: list[str] = []
-    rows = accuracy.evaluate_task(measured, COPY, tmp_path, said.append)
+    accuracy.evaluate_task(measured, COPY, tmp_path, said.append)
     assert given == [(4, 7), (8, 7)]
     assert said[0].splitlines()[0] == f"copy, alibi, trained at 1 to 4{title}"
-    assert [(row.distance_scale, row.step, row.split) for row in rows] == [(scale, 3, "valid")] * 2
+    rows = pd.read_csv(tmp_path / "accuracy.csv")
+    assert (
+        rows[["distance_scale", "step", "split"]].to_numpy().tolist() == [[scale, 3, "valid"]] * 2
+    )

@@ -15,6 +15,8 @@ from megatron.evaluation import length_report
 from megatron.evaluation.length_report import write_extrapolation, write_kernels
 from megatron.evaluation.perplexity_statistics import LengthResult
 
+ABOUT = {"distance_scale": 1.0, "split": "valid", "step": 3, "code": "c"}
+
 
 def result(length: int, loss: float, stderr: float = 0.01) -> LengthResult:
     bits = loss / math.log(2)
@@ -29,7 +31,7 @@ def image_size(path: Path) -> tuple[int, int]:
 
 def test_csv_has_the_promised_columns_and_loses_no_digit(tmp_path):
     results = [result(512, 1.4712345678901234), result(128, 1.5), result(256, 1.47)]
-    write_extrapolation(results, tmp_path / "run", 128, {}, "kerple_log")
+    write_extrapolation(results, tmp_path / "run", 128, {}, "kerple_log", ABOUT)
     with (tmp_path / "run" / "extrapolation.csv").open() as file:
         read = list(csv.DictReader(file))
     columns = ["length", "sequences", "loss", "perplexity", "bits_per_byte", "stderr"]
@@ -43,7 +45,7 @@ def test_table_shows_errors_multiples_of_the_training_length_and_the_baseline(tm
     baselines = {"16 tokens": result(16, 2.0), "8 tokens": result(8, 3.0)}
     table = write_extrapolation(
         [result(128, 1.5), result(2048, 1.25, math.nan)],
-        tmp_path, train_length=128, baselines=baselines, title="kerple_log at step 1,200",
+        tmp_path, train_length=128, baselines=baselines, title="kerple_log at step 1,200", about={},
     )  # fmt: skip
     lines = table.splitlines()
     assert lines[0] == "kerple_log at step 1,200"
@@ -65,7 +67,7 @@ def test_table_shows_errors_multiples_of_the_training_length_and_the_baseline(tm
 def test_plot_marks_training_length_baseline_and_error_bars(tmp_path):
     results = [result(2**k, 1.5 - 0.01 * k) for k in range(7, 12)]
     baselines = {"16 tokens": result(16, 2.0), "8 tokens": result(8, 3.0)}
-    write_extrapolation(results, tmp_path, 128, baselines, "t")
+    write_extrapolation(results, tmp_path, 128, baselines, "t", {})
     width, height = image_size(tmp_path / "extrapolation.png")
     assert width > 800 and height > 500
     axes = length_report.extrapolation_figure(results, 128, baselines, "t").axes[0]
@@ -91,7 +93,7 @@ def test_an_exploding_perplexity_gets_a_log_axis():
 def test_rows_must_be_one_for_each_length(tmp_path, lengths):
     results = [result(length, 1.5) for length in lengths]
     with pytest.raises(ValueError, match="each length must have one result"):
-        write_extrapolation(results, tmp_path, 128, {}, "t")
+        write_extrapolation(results, tmp_path, 128, {}, "t", {})
     assert list(tmp_path.iterdir()) == []
 
 
@@ -99,18 +101,18 @@ def test_tables_of_an_earlier_evaluation_stay(tmp_path):
     """The files in the folder are those of one evaluation; the one before it is not lost."""
     first, both = [result(128, 1.5)], {"16 tokens": result(16, 2.0)}
     for _ in range(2):  # a second time the same
-        write_extrapolation(first, tmp_path, 128, both, "t")
+        write_extrapolation(first, tmp_path, 128, both, "t", {})
     names = {"extrapolation.csv", "context_baseline.csv"}
     assert {p.name for p in tmp_path.iterdir()} == {*names, "extrapolation.png"}
     before = {name: (tmp_path / name).read_bytes() for name in names}
-    write_extrapolation([result(65536, 1.5)], tmp_path, 128, {}, "t")
+    write_extrapolation([result(65536, 1.5)], tmp_path, 128, {}, "t", {})
     assert not (tmp_path / "context_baseline.csv").exists()
     assert (tmp_path / "extrapolation.csv").read_bytes() != before["extrapolation.csv"]
     assert before == {name: (tmp_path / f"{name}.previous").read_bytes() for name in names}
 
 
 def test_no_temporary_files_stay_and_a_failed_write_leaves_the_old_file(tmp_path, monkeypatch):
-    write_extrapolation([result(128, 1.5)], tmp_path, 128, {}, "t")
+    write_extrapolation([result(128, 1.5)], tmp_path, 128, {}, "t", {})
     assert {p.name for p in tmp_path.iterdir()} == {"extrapolation.csv", "extrapolation.png"}
     before = (tmp_path / "extrapolation.csv").read_bytes()
 
@@ -121,7 +123,7 @@ def test_no_temporary_files_stay_and_a_failed_write_leaves_the_old_file(tmp_path
 
     monkeypatch.setattr(Path, "write_bytes", full_disk)
     with pytest.raises(OSError, match="no space"):
-        write_extrapolation([result(128, 2.5)], tmp_path, 128, {}, "t")
+        write_extrapolation([result(128, 2.5)], tmp_path, 128, {}, "t", {})
     assert (tmp_path / "extrapolation.csv").read_bytes() == before
     assert len(list(tmp_path.iterdir())) == 2
 

@@ -29,7 +29,7 @@ HARMLESS = {
         "the rest of a removed checkpoint: the next start removes it"
     ),
     r"\.unfinished(/new-\w+)? rmdir$": "an empty folder: the next writer removes it",
-    r"/log\.txt write$": "a line of a cell's output is lost, and nothing else",
+    r"/log\.txt (write|openat)$": "a line of a cell's output is lost, and nothing else",
 }
 """Pattern of PATH KIND -> why a command may pass the fault over in silence."""
 
@@ -69,6 +69,8 @@ def targets(calls: list[Call], pid: int, folder: Path) -> dict[tuple[str, str], 
         inside = [each for each in call.paths if Path(each).is_relative_to(folder)]
         if not call.writes or not inside or call.kind == "mkdir" and call.result:
             continue
+        if re.fullmatch(r"#\d+", Path(inside[0]).name):
+            continue  # a temporary file without a name: no path selects it, and nothing of it stays
         place = without_pid(str(Path(inside[0]).relative_to(folder)), pid)
         groups[call.kind, place].append(Target(call.kind, without_pid(chosen, pid), place, number))
     return groups

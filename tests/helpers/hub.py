@@ -8,7 +8,6 @@ import torch
 import transformers
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
 from torch.overrides import TorchFunctionMode
-from transformers import Trainer, TrainingArguments
 
 from megatron.config import load_config
 from megatron.engine.build import plan_of
@@ -26,18 +25,19 @@ SIZES = {
     "max_position_embeddings": 64,
 }
 KINDS = {
-    "gpt_neox": (transformers.GPTNeoXConfig, transformers.GPTNeoXForCausalLM),
-    "llama": (transformers.LlamaConfig, transformers.LlamaForCausalLM),
-    "qwen3": (transformers.Qwen3Config, transformers.Qwen3ForCausalLM),
-    "olmo2": (transformers.Olmo2Config, transformers.Olmo2ForCausalLM),
-    "stablelm": (transformers.StableLmConfig, transformers.StableLmForCausalLM),
-    "phi": (transformers.PhiConfig, transformers.PhiForCausalLM),
-    "gptj": (transformers.GPTJConfig, transformers.GPTJForCausalLM),
-    "gpt2": (transformers.GPT2Config, transformers.GPT2LMHeadModel),
-    "opt": (transformers.OPTConfig, transformers.OPTForCausalLM),
-    "qwen2": (transformers.Qwen2Config, transformers.Qwen2ForCausalLM),
-    "mistral": (transformers.MistralConfig, transformers.MistralForCausalLM),
+    "gpt_neox": "GPTNeoX",
+    "llama": "Llama",
+    "qwen3": "Qwen3",
+    "olmo2": "Olmo2",
+    "stablelm": "StableLm",
+    "phi": "Phi",
+    "gptj": "GPTJ",
+    "gpt2": "GPT2",
+    "opt": "OPT",
+    "qwen2": "Qwen2",
+    "mistral": "Mistral",
 }
+"""The model type -> how the names of its classes begin. Only the classes in use are imported."""
 _NAMES = {kind: {"intermediate_size": "n_inner"} for kind in ("gptj", "gpt2")}
 _NAMES["opt"] = {"intermediate_size": "ffn_dim"}
 
@@ -58,7 +58,9 @@ class Wide(TorchFunctionMode):
 
 def hub_model(kind: str, **changes):
     """Return a model of transformers with random weights, in eval mode and float32."""
-    config, model = KINDS[kind]
+    config = getattr(transformers, f"{KINDS[kind]}Config")
+    head = "LMHeadModel" if kind == "gpt2" else "ForCausalLM"
+    model = getattr(transformers, f"{KINDS[kind]}{head}")
     torch.manual_seed(3)
     sizes = {_NAMES.get(kind, {}).get(name, name): size for name, size in SIZES.items()}
     made = model(config(**(sizes | changes))).eval()
@@ -129,6 +131,8 @@ def close(found, wanted, atol=1e-10):
 
 
 def trained(model, folder, **options):
+    from transformers import Trainer, TrainingArguments  # seconds for tests that need neither
+
     data = [{"input_ids": ids, "labels": ids} for ids in tokens(8, 12)]
     settings = {"max_steps": 50, "report_to": [], "use_cpu": True, "save_strategy": "no"}
     settings |= {"per_device_train_batch_size": 2, "disable_tqdm": True, "logging_strategy": "no"}

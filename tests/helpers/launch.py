@@ -32,7 +32,8 @@ from tests.helpers.paths import ROOT
 PRELOADED = [
     "megatron.pretraining.run",
     "megatron.evaluation.by_length",
-    "deepspeed.runtime.zero.muon.original_muon",  # any engine imports it, and a compiler with it
+    "torch._dynamo",  # any optimizer of torch imports it
+    "tests.pretraining.known_packages",
 ]
 """Imported once, by the server from which all ranks are forked. This saves seconds for each
 rank."""

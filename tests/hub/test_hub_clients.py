@@ -1,21 +1,19 @@
-"""Test that clients of transformers take an export as it is, offline, with their own code."""
+"""Test that clients of transformers take an export as it is, offline, with their own code.
+
+Each test imports its client itself, or all processes of the whole run would wait seconds for them.
+"""
 
 from __future__ import annotations
 
 import pytest
 import torch
-from accelerate.hooks import AlignDevicesHook, add_hook_to_module
-from datasets import Dataset
-from peft import LoraConfig, get_peft_model
 from torch.export import Dim, export
 from transformers import (
     AutoModel,
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
     AutoTokenizer,
-    pipeline,
 )
-from trl import DPOConfig, DPOTrainer, SFTConfig, SFTTrainer
 
 from megatron.hub.columns import columns_of
 from megatron.hub.export import export as write_export
@@ -78,6 +76,8 @@ def test_trainer(model, tmp_path):
 
 @torch.no_grad()
 def test_lora_merged_into_all_linear_layers_gives_the_same_logits(model):
+    from peft import LoraConfig, get_peft_model
+
     tuned = get_peft_model(model, LoraConfig(target_modules="all-linear", task_type="CAUSAL_LM"))
     found = {name.split(".lora_B")[0].rpartition(".")[2] for name, _ in tuned.named_parameters()}
     assert found >= {"query_key_value", "dense", "dense_h_to_4h", "dense_4h_to_h"}
@@ -94,6 +94,9 @@ def test_lora_merged_into_all_linear_layers_gives_the_same_logits(model):
 @pytest.mark.parametrize("options", [{}, {"packing": True, "max_length": 32}], ids=str)
 def test_sft(model, tokenizer, tmp_path, options):
     """With the defaults, which checkpoint activations, and with several documents in a row."""
+    from datasets import Dataset
+    from trl import SFTConfig, SFTTrainer
+
     settings = SFTConfig(str(tmp_path), max_steps=3, learning_rate=1e-2, **QUIET, **options)
     before = model.model.position_bias.theta.detach().clone()
     trainer = SFTTrainer(
@@ -109,6 +112,9 @@ def test_sft(model, tokenizer, tmp_path, options):
 
 
 def test_dpo(folder, model, tokenizer, tmp_path):
+    from datasets import Dataset
+    from trl import DPOConfig, DPOTrainer
+
     pairs = {"prompt": TEXTS, "chosen": ["a = 1"] * 4, "rejected": ["b c d"] * 4}
     reference = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)
     trainer = DPOTrainer(
@@ -124,6 +130,8 @@ def test_dpo(folder, model, tokenizer, tmp_path):
 @torch.no_grad()
 def test_generation(folder, model, tokenizer):
     """A pipeline, beams, an assistant and a static cache give what greedy generation gives."""
+    from transformers import pipeline
+
     prompt = tokenizer(["import os, "], return_tensors="pt")
     options = {"max_new_tokens": 12, "do_sample": False}
     greedy = model.generate(**prompt, **options)
@@ -146,6 +154,8 @@ def test_generation(folder, model, tokenizer):
 @torch.no_grad()
 def test_accelerate_moves_the_arguments_of_layers(model):
     """As `device_map` does with layers on several devices."""
+    from accelerate.hooks import AlignDevicesHook, add_hook_to_module
+
     ids, mask = tokens(2, 9), torch.ones(2, 9, dtype=torch.int64)
     mask[1, :3] = 0
     wanted = model(ids, attention_mask=mask).logits

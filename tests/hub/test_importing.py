@@ -129,7 +129,7 @@ BROKEN = {
     "head_dim is 16; in GPTNeoXForCausalLM it is always hidden_size": edited(
         model_type="gpt_neox", architectures=None, head_dim=16
     ),
-    "its class is 'gemma2': its norms multiply by 1 + weight": edited(
+    "its class is 'gemma2'; only GPTNeoXForCausalLM": edited(
         model_type="gemma2", architectures=None
     ),
     "rotary_dim is 0, and must be a whole number": edited(

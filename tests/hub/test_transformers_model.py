@@ -110,10 +110,10 @@ def test_probabilities_are_fp32_under_autocast():
 
 
 def test_classification_reads_the_last_token_that_is_not_padding():
-    model = model_of(kind=KerpleForSequenceClassification, num_labels=3)
-    ids, mask = tokens(2, 9), torch.ones(2, 9, dtype=torch.int64)
+    model = model_of(kind=KerpleForSequenceClassification, num_labels=3, pad_token_id=0)
+    ids, mask = tokens(2, 9).clamp(min=1), torch.ones(2, 9, dtype=torch.int64)
     short = model(ids[1:, :5]).logits
-    mask[1, 5:] = 0
+    mask[1, 5:] = ids[1, 5:] = 0
     close(model(ids, attention_mask=mask).logits[1:], short)
     padded = torch.cat((ids[:1], F.pad(ids[1:, :5], (4, 0))))
     close(model(padded, attention_mask=mask.flip(1)).logits[1:], short)

@@ -69,8 +69,3 @@ def test_orthogonal_rows_are_orthogonal():
     for method, gain in (("orthogonal", 2.0), ("scaled_orthogonal", 2.0 / 8)):
         value = draw(method, torch.Size((16, 32)), named_generator(3, "x"), SHAPE)
         torch.testing.assert_close(value @ value.T, gain * torch.eye(16), atol=1e-5, rtol=0)
-
-
-def test_an_unknown_method_is_named_with_the_known_ones():
-    with pytest.raises(ValueError, match="kaiming.*normal, scaled_normal.*scaled_orthogonal"):
-        draw("kaiming", torch.Size((2, 2)), torch.Generator(), SHAPE)

@@ -26,7 +26,7 @@ PAGES = [
     *("tests/ptx/README", "benchmarks/results/data_prep"),
 ]
 LAUNCHERS = ("python", "torchrun", "deepspeed", "sbatch", "srun", "mpirun")
-COMMAND = re.compile(rf"(?:\w+=\S+ )*(?:{'|'.join(LAUNCHERS)}|pip|docker) |[a-z_/]+\.py \S")
+COMMAND = re.compile(rf"(?:\w+=\S+ )*(?:{'|'.join(LAUNCHERS)}|pip|docker|kerple) |[a-z_/]+\.py \S")
 FOREIGN = {
     *("apt-get", "cd", "cp", "done", "for", "git", "make", "mkdocs", "npm", "source"),
     *("mkdir", "paste", "tar", "tensorboard", "wandb"),
@@ -112,6 +112,10 @@ def _check(found: list[str], config: pytest.Config) -> None:
         at = next(i for i, word in enumerate(rest) if not word.startswith("-"))
         started = {"train": "train.py", "sweep": "tools/sweep.py"}[Path(rest[at]).stem]
         _check([started, *rest[at + 1 :]], config)
+    elif program == "kerple":
+        name = rest[0].replace("-", "_")
+        if rest[0] not in ("NAME", "--help"):
+            _check([{"prepare": "prepare_data"}.get(name, name) + ".py", *rest[1:]], config)
     elif program == "pip":
         _pip(rest)
     elif re.fullmatch("python3?(.11)?", program) and rest[:1] == ["-m"]:
@@ -233,7 +237,9 @@ def test_every_command_of_a_page_is_accepted(repo_root, check, page):
         ("python -m pytest --dits loadfile", "pytest"),
         ("python -m pytest tests/no.py", "tests/no.py"),
         ("pip install -e '.[dve]'", "no such extra"),
-        ("kerple train", "an unknown program"),
+        ("kerple train quickstrat", "did you mean quickstart.yml"),
+        ("torchrun --no-python kerple tarin quickstart", "no such file"),
+        ("kerpel train", "an unknown program"),
     ],
 )
 def test_a_wrong_command_is_noticed(check, command, why):

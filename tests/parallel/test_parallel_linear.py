@@ -45,6 +45,22 @@ def test_values_and_gradients_are_those_in_float64(shape, bias):
         assert mine.is_contiguous()  # so the engine copies nothing when it flattens gradients
 
 
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("shape", [(1, 1, 24), (2, 15, 24), (31, 24), (32, 24), (24,), (0, 24)])
+def test_few_rows_without_gradients_are_those_in_float64(monkeypatch, shape, bias):
+    """A token of generation is a row. With gradients, few rows have torch's own product."""
+    monkeypatch.setattr(module, "PREFERS_ONEDNN", True)
+    leaves, _ = operands(shape, 40, bias)
+    exact, _ = operands(shape, 40, bias, torch.float64)
+    with torch.inference_mode():
+        found = linear(*leaves)
+        spread = linear(leaves[0].mT.contiguous().mT if len(shape) > 1 else leaves[0], *leaves[1:])
+    assert found.shape == (*shape[:-1], 40)
+    torch.testing.assert_close(found.double(), F.linear(*exact), rtol=1e-5, atol=1e-4)
+    torch.testing.assert_close(spread, found, rtol=1e-5, atol=1e-4)
+    assert torch.equal(linear(*leaves), F.linear(*leaves))
+
+
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 def test_other_dtypes_are_multiplied_as_torch_does(monkeypatch, dtype):
     monkeypatch.setattr(module, "PREFERS_ONEDNN", True)

@@ -202,3 +202,9 @@ def test_live_bytes_count_a_storage_once_and_forget_it_once():
         assert (live.restart(), live.peak) == (64, 52)
         del new
         assert live.now == 40
+
+
+def test_the_plan_of_a_curriculum_says_what_its_time_is(plan):
+    text = "a step's time is the mean over the lengths of the curriculum"
+    assert text not in plan(lambda config: 1)
+    assert text in plan(lambda config: 1, "curriculum=[[0, 128], [10, 512]]")

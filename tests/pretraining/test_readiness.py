@@ -1,6 +1,5 @@
-"""Test the exact words of `--check` about text, tokenizer, folders, disk and port."""
+"""Test the exact words of `--check` about text, tokenizer, folders and disk."""
 
-import socket
 import subprocess
 import sys
 from collections import namedtuple
@@ -26,7 +25,6 @@ NO_FILE = "no such file; data_path is the common path of both files; make them w
 def elsewhere(tmp_path, monkeypatch):
     """Leave the checkout, and have a disk of 100 GB."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.delenv("MASTER_PORT", raising=False)
     monkeypatch.setattr(module.shutil, "disk_usage", lambda folder: Usage(100e9))
 
 
@@ -114,19 +112,6 @@ def test_a_small_disk_and_folders_that_cannot_be_written_are_named(tmp_path):
         f"tensorboard_dir: file/b: {tmp_path}/file cannot be written, Not a directory; write "
         "another folder",
     ]
-
-
-def test_a_port_in_use_is_named_unless_torchrun_holds_it(monkeypatch):
-    with socket.create_server(("", 0)) as server:
-        port = str(server.getsockname()[1])
-        monkeypatch.setenv("MASTER_PORT", port)
-        (said,) = problems("quickstart.yml", vocab_file=BPE)
-        assert said == (
-            f"MASTER_PORT: {port}: [Errno 98] Address already in use (while attempting to bind on "
-            f"address ('', {port})); export MASTER_PORT with a free port's number"
-        )
-        monkeypatch.setenv("TORCHELASTIC_RUN_ID", "a")
-        assert problems("quickstart.yml", vocab_file=BPE) == []
 
 
 @pytest.mark.parametrize("task", ["tasks/copy.yml", "quickstart.yml"])

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
 from megatron.config import ConfigError, load_config
 from megatron.engine.build import plan_of
@@ -15,6 +16,7 @@ from megatron.engine.checkpoint.exchange import import_checkpoint
 from megatron.engine.checkpoint.saved_checkpoints import newest
 from megatron.engine.errors import CheckpointError
 from megatron.engine.open_run import open_run
+from megatron.hub.export import export
 from megatron.hub.importing import import_folder
 from megatron.model import GPT
 from megatron.positional import PositionalError
@@ -162,6 +164,23 @@ def test_the_result_is_a_run_like_any_other(folder):
     assert run.model.theta is not None and torch.equal(run.model.theta, theta(folder, "given"))
     with pytest.raises(CheckpointError, match="pos_emb: 'rotary' in the checkpoint, 'none' here"):
         open_run(folder / "rotary", load_config([folder / "none.yml"]))
+
+
+@pytest.mark.parametrize("name", ["both", "none", "gates", "layers", "own", "window", "scaled"])
+def test_an_export_has_the_new_positions(folder, tmp_path_factory, monkeypatch, name):
+    """transformers gives the run's logits at four times the training length."""
+    modules, made = (tmp_path_factory.mktemp(each) for each in ("modules", "export"))
+    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(modules))
+    run = open_run(folder / name)
+    export(run, made)
+    model = AutoModelForCausalLM.from_pretrained(made, trust_remote_code=True).eval()
+    inputs = torch.randint(256, (2, 64), generator=torch.Generator().manual_seed(2))
+    with torch.no_grad():
+        found, expected, source = (
+            model(inputs).logits, run.model(inputs), open_run(folder / "rotary").model(inputs)
+        )  # fmt: skip
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-4)
+    assert (found - source).abs().max() > 1e-2
 
 
 def attempt(groups, folder, configs):

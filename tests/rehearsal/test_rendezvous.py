@@ -40,7 +40,7 @@ def test_ranks_that_wait_for_nobody_for_ever_fit_together():
         (2, total(data[0]), total(tensor[1])),
         (3, total(tensor[1]), total(data[1])),
     )
-    assert found.startswith("ranks wait for each other:\n  rank 0 waits in allreduce of float32[2]")
+    assert found.startswith("ranks wait for ever:\n  rank 0 waits in allreduce of float32[2]")
     assert len(found.splitlines()) == 5
 
 
@@ -86,7 +86,7 @@ def test_the_root_of_a_broadcast_may_stand_in_another_line():
 def test_a_rank_that_ended_is_named():
     found = verdict((0, total("0, 1"), total("0, 1", where="b.py:9")), (1, total("0, 1")))
     assert found == (
-        "a rank waits for one that has ended:\n"
+        "ranks wait for ever:\n"
         "  rank 0 waits in allreduce of float32[2], SUM over the ranks 0, 1 (b.py:9)\n"
         "  rank 1 has ended after allreduce of float32[2], SUM over the ranks 0, 1 (a.py:1)"
     )

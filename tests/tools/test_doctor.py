@@ -6,14 +6,12 @@ import json
 import re
 import socket
 import sys
-import time
 from importlib import metadata
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
-from tests.helpers.launch import run_ranks
 from tests.helpers.paths import ROOT
 from tools import doctor
 from tools.checkup import machine, software
@@ -59,18 +57,6 @@ def no_compiler(monkeypatch, folder):
     monkeypatch.setenv("PATH", str(folder))
 
 
-def wrong_clock(monkeypatch, folder, state=5):
-    kernel = SimpleNamespace(adjtimex=lambda _: state)
-    library = SimpleNamespace(CDLL=lambda _: kernel, create_string_buffer=lambda _: None)
-    monkeypatch.setattr(machine, "ctypes", library)
-
-
-def broken_apex(monkeypatch, folder):
-    (folder / "apex").mkdir()
-    (folder / "apex" / "__init__.py").write_text("raise ImportError('undefined symbol: _ZN3c10')")
-    monkeypatch.syspath_prepend(str(folder))
-
-
 def no_name(monkeypatch, folder):
     def unknown(name):
         raise socket.gaierror("Name or service not known")
@@ -99,10 +85,8 @@ FAULTS = [
     (small_disks, machine.disk, PROBLEM, "0.0 GB free", "name another `save`"),
     (save_is_a_file, machine.disk, PROBLEM, "written, Not a directory", "name another `save`"),
     (small_disks, machine.shared_memory, WARNING, "/dev/shm has 64 MB", "--ipc=host"),
-    (unsafe_triton, software.triton, WARNING, "read data before", "triton==3.7.1 or newer"),
+    (unsafe_triton, software.packages, WARNING, "read data before", "triton==3.7.1 or newer"),
     (no_compiler, software.compiler, WARNING, "C compiler: none", "apt-get install g++"),
-    (wrong_clock, machine.clock, WARNING, "not synchronized", "chronyd"),
-    (broken_apex, software.apex, WARNING, "undefined symbol: _ZN3c10", "pip uninstall apex"),
     (no_name, machine.names, WARNING, "not resolved", "/etc/hosts"),
     (broken_deepspeed, software.packages, PROBLEM, "deepspeed 0", "pip install deepspeed=="),
     (unknown_threads, machine.threads, WARNING, "OMP_NUM_THREADS=all", "export OMP_NUM_THREADS="),
@@ -116,7 +100,6 @@ FAULTS = [
 def test_a_planted_fault_is_named_with_its_remedy(
     case, tmp_path, monkeypatch, plant, check, level, text, remedy
 ):
-    wrong_clock(monkeypatch, tmp_path, state=0)  # whatever this machine's own clock does
     before = bad(check, case)
     plant(monkeypatch, tmp_path)
     new = [each for each in bad(check, case) if each not in before]
@@ -159,14 +142,14 @@ def test_a_healthy_machine_is_exit_code_0(monkeypatch, capsys):
 
 @pytest.mark.parametrize(
     "torch, level",
-    [("2.10.1", WARNING), ("2.11.0+cu130", OK), ("2.13.0+cpu", OK), ("2.14.0", WARNING)],
+    [("2.10.1", WARNING), ("2.11.0+cu130", OK), ("2.13.2+cpu", OK), ("2.14.0", WARNING)],
 )
-def test_versions_between_the_oldest_and_the_pin_are_tested(case, monkeypatch, torch, level):
+def test_versions_of_the_range_are_supported(case, monkeypatch, torch, level):
     real = metadata.version
     monkeypatch.setattr(metadata, "version", lambda n: torch if n == "torch" else real(n))
     found = next(each for each in software.packages(case) if each.text.startswith("torch"))
     assert found.level == level
-    assert found.text == f"torch {torch}, tested with 2.11.0 to 2.13.0"
+    assert found.text == f"torch {torch}, supported: from 2.11.0 on, below 2.14"
 
 
 def test_a_wrong_config_is_one_of_the_problems(tmp_path, monkeypatch, capsys):
@@ -214,21 +197,3 @@ def test_machines_of_a_job_need_a_shared_folder(case, tmp_path, monkeypatch):
     replace_file(monkeypatch, "/proc/mounts", mounts.format(tmp_path, "xfs"))
     [(level, text, remedy)] = [f for f in bad(machine.disk, several) if "local" in f[1]]
     assert level == PROBLEM and "xfs" in text and "shared file system" in remedy
-
-
-def gather(groups):
-    """Rank 1 is a machine whose clock is ten seconds ahead."""
-    if groups.rank == 1:
-        socket.gethostname, real = lambda: "node-b", time.time
-        time.time = lambda: real() + 10
-    else:
-        socket.gethostname = lambda: "node-a"
-    [found] = machine.compared(machine.gathered_clocks())
-    assert found.level == PROBLEM and "node-b is ahead of node-a" in found.text
-    assert "on node-a and node-b" in found.remedy
-
-
-def test_clocks_of_two_machines_that_differ():
-    run_ranks(2, gather)
-    [found] = machine.compared({"a": 100.0, "b": 100.3})
-    assert found.level == OK and found.text == "2 machines, 0.3 s apart"

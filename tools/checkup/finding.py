@@ -1,7 +1,5 @@
 """Define what the doctor's checks examine (`Case`), and what they report (`Finding`)."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,11 +9,11 @@ OK, WARNING, PROBLEM = "ok", "warning", "problem"
 
 @dataclass(frozen=True)
 class Finding:
-    """One line of the report.
+    """The result of one check of the machine or the job.
 
     Attributes:
         level: `ok`, `warning` or `problem`.
-        remedy: One line that says how to solve the problem. It is "" at the level `ok`.
+        remedy: One line that says how to solve the problem; "" if `level` is `ok`.
     """
 
     level: str
@@ -24,7 +22,7 @@ class Finding:
 
 
 def judged(bad: object, text: str, remedy: str, level: str = PROBLEM) -> Finding:
-    """Return a finding of `level` if `bad` is true, otherwise a finding of the level `ok`."""
+    """Return a finding of `level` if `bad` is true, otherwise a finding that all is well."""
     return Finding(level, text, remedy) if bad else Finding(OK, text)
 
 

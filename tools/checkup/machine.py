@@ -1,31 +1,20 @@
-"""Check the machine: processor, limits, disks, names and clocks."""
+"""Check the machine: processor, limits, disks and names."""
 
-from __future__ import annotations
-
-import ctypes
 import os
 import re
 import resource
 import shutil
 import socket
-import time
-from collections.abc import Iterator, Mapping
-from datetime import timedelta
+from collections.abc import Iterator
 from pathlib import Path
 
 from megatron.files import existing, why_unwritable
-from tools.checkup.finding import OK, PROBLEM, WARNING, Case, Finding, judged
+from tools.checkup.finding import PROBLEM, WARNING, Case, Finding, judged
 
 FEWEST_FILES = 1024
 """The smallest accepted limit of open files. A process opens shards, checkpoints and sockets."""
 LEAST_DISK, SMALL_DISK, LEAST_SHM = 1e9, 20e9, 1e9
-LARGEST_SKEW = 2.0
-"""The largest accepted difference between the clocks of two machines, in seconds.
-
-Reading the clocks of all machines takes less time than this.
-"""
 _SHARED = re.compile(r"nfs|lustre|gpfs|beegfs|ceph|gluster|cifs|smb|wekafs|panfs|pvfs|orangefs|afs")
-_TIME_ERROR = 5  # adjtimex(2): the clock is not synchronized
 
 
 def cpu(case: Case) -> Iterator[Finding]:
@@ -110,43 +99,3 @@ def _address(name: str) -> str | None:
         return socket.gethostbyname(name)
     except OSError:
         return None
-
-
-def clock(case: Case) -> Iterator[Finding]:
-    """Compare the clocks of the job's machines. Without a job, check this machine's own clock."""
-    remedy = "start chronyd or systemd-timesyncd; `chronyc tracking` shows the offset"
-    if case.ranks > 1 and "RANK" in os.environ:
-        yield from compared(gathered_clocks())
-    elif ctypes.CDLL(None).adjtimex(ctypes.create_string_buffer(1024)) == _TIME_ERROR:
-        yield Finding(WARNING, "the kernel says that the clock is not synchronized", remedy)
-    else:
-        yield Finding(OK, "synchronized, says the kernel")
-
-
-def gathered_clocks() -> dict[str, float]:
-    """Return a dict from host name to the time on its clock, in seconds since 1970.
-
-    Every process of the job must call this function. All clocks are read at about the same moment.
-    """
-    import torch.distributed as dist
-
-    own = not dist.is_initialized()
-    if own:
-        dist.init_process_group("gloo", timeout=timedelta(seconds=60))
-    dist.barrier()
-    found: list = [None] * dist.get_world_size()
-    dist.all_gather_object(found, (socket.gethostname(), time.time()))
-    if own:
-        dist.destroy_process_group()
-    return dict(found)
-
-
-def compared(clocks: Mapping[str, float]) -> Iterator[Finding]:
-    first = min(clocks, key=lambda host: clocks[host])
-    last = max(clocks, key=lambda host: clocks[host])
-    skew = clocks[last] - clocks[first]
-    text = f"{len(clocks)} machines, {skew:.1f} s apart" + (
-        f": {last} is ahead of {first}" if skew > LARGEST_SKEW else ""
-    )
-    remedy = f"start chronyd or systemd-timesyncd on {first} and {last}; `chronyc tracking` there"
-    yield judged(skew > LARGEST_SKEW, text, remedy)

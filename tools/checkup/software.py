@@ -3,10 +3,8 @@
 Every import is inside its check, because a package may be missing or broken.
 """
 
-from __future__ import annotations
-
 import contextlib
-import importlib.util
+import importlib
 import os
 import platform
 import re
@@ -16,11 +14,8 @@ from collections.abc import Iterator
 from importlib import metadata
 from pathlib import Path
 
+from megatron.shipped import ROOT
 from tools.checkup.finding import OK, PROBLEM, WARNING, Case, Finding, judged
-
-ROOT = Path(__file__).parents[2]
-TRITON_TESTED = ((3, 6), (3, 9))
-"""The oldest and the newest Triton with which the kernels were tested."""
 
 
 def _version(name: str) -> str | None:
@@ -39,23 +34,27 @@ def python(case: Case) -> Iterator[Finding]:
 
 
 def packages(case: Case) -> Iterator[Finding]:
-    """Import torch and DeepSpeed, and check that their versions are in the tested range.
-
-    The range begins at the lower bound in pyproject.toml and ends at the pin in requirements.txt.
-    """
-    pins = dict(re.findall(r"^(\w+)==(\S+)$", (ROOT / "requirements.txt").read_text(), re.M))
-    oldest = dict(re.findall(r'"(\w+)>=([\d.]+),', (ROOT / "pyproject.toml").read_text()))
-    for name in ("torch", "deepspeed"):
+    """Import torch, DeepSpeed and Triton, and check their versions against pyproject.toml's."""
+    texts = ((ROOT / f"requirements{end}.txt").read_text() for end in ("", "-dev"))
+    pins = dict(re.findall(r"^(\w+)==(\S+)$", "".join(texts), re.M))
+    project = (ROOT / "pyproject.toml").read_text()
+    ranges = {name: ends for name, *ends in re.findall(r'"(\w+)>=(.*),<(.*)"', project)}
+    for name in ("torch", "deepspeed", "triton"):
+        level = WARNING if name == "triton" and not case.gpu else PROBLEM
         install = f"pip install {name}=={pins[name]}"
+        if name == "triton":
+            install += ", or the version that your build of torch requires"
         if (found := _version(name)) is None:
-            yield Finding(PROBLEM, f"{name} is not installed", install)
+            yield Finding(level, f"{name} is not installed", install)
         elif why := _import_error(name):
-            yield Finding(PROBLEM, f"{name} {found} cannot be imported: {why}", install)
+            yield Finding(level, f"{name} {found} cannot be imported: {why}", install)
         else:
-            low, high = oldest[name], pins[name]
-            other = not _numbers(low) <= _numbers(found) <= _numbers(high)
-            text = f"{name} {found}, tested with {low} to {high}"
+            low, high = ranges[name]
+            other = not _numbers(low) <= _numbers(found) < _numbers(high)
+            text = f"{name} {found}, supported: from {low} on, below {high}"
             yield judged(other, text, install, WARNING)
+            if name == "triton":
+                yield from _safe_on_hopper(found)
 
 
 def _import_error(name: str) -> str:
@@ -68,25 +67,14 @@ def _import_error(name: str) -> str:
     return ""
 
 
-def triton(case: Case) -> Iterator[Finding]:
-    (low, high), found = TRITON_TESTED, _version("triton")
-    pin = "pip install triton==3.7.1, or the version that your build of torch requires"
-    level = PROBLEM if case.gpu else WARNING
-    if found is None:
-        yield Finding(level, "triton is not installed: no fused attention", pin)
-    elif why := _import_error("triton"):
-        yield Finding(level, f"triton {found} cannot be imported: {why}", pin)
-    else:
-        inside = low <= _numbers(found)[:2] <= high
-        text = f"triton {found}, tested with {low[0]}.{low[1]} to {high[0]}.{high[1]}"
-        yield judged(not inside, text, pin, WARNING)
-        from megatron.attention.fused import SAFE_ON_HOPPER
+def _safe_on_hopper(found: str) -> Iterator[Finding]:
+    from megatron.attention.fused import SAFE_ON_HOPPER
 
-        if _numbers(found) < _numbers(SAFE_ON_HOPPER):
-            hopper = any(capability[0] == 9 for capability in _capabilities())
-            text = f"triton {found} lets Hopper's matrix products read data before it has arrived"
-            newer = f"pip install triton=={SAFE_ON_HOPPER} or newer"
-            yield Finding(PROBLEM if hopper else WARNING, text, newer)
+    if _numbers(found) < _numbers(SAFE_ON_HOPPER):
+        hopper = any(capability[0] == 9 for capability in _capabilities())
+        text = f"triton {found} lets Hopper's matrix products read data before it has arrived"
+        newer = f"pip install triton=={SAFE_ON_HOPPER} or newer"
+        yield Finding(PROBLEM if hopper else WARNING, text, newer)
 
 
 def _capabilities() -> list[tuple[int, int]]:
@@ -141,23 +129,6 @@ def compiler(case: Case) -> Iterator[Finding]:
     yield judged(not found, f"C compiler: {found or 'none'}", remedy, level)
     header = Path(sysconfig.get_path("include")) / "Python.h"
     yield judged(not header.exists(), f"Python's headers: {header}", remedy, level)
-    yield Finding(
-        OK, f"ninja: {shutil.which('ninja') or 'none'} (only DeepSpeed's own ops need it)"
-    )
-
-
-def apex(case: Case) -> Iterator[Finding]:
-    if importlib.util.find_spec("apex") is None:
-        yield Finding(OK, "not installed: torch's functions compute the same")
-        return
-    from megatron import nvidia_apex
-
-    if not (why := _import_error("apex.optimizers")):
-        why = "" if not case.gpu else nvidia_apex.find("apex.optimizers", "FusedAdam", "amp_C")[1]
-    remedy = (
-        "build NVIDIA's (docs/gpu.md), or `pip uninstall apex`: torch's functions compute the same"
-    )
-    yield judged(why, f"installed{why and ', but not usable: '}{why}", remedy, WARNING)
 
 
 def choices(case: Case) -> Iterator[Finding]:

@@ -1,7 +1,5 @@
 """Read and write the CSV table of compiled Triton kernels, and report problems of the kernels."""
 
-from __future__ import annotations
-
 from dataclasses import astuple, dataclass
 from pathlib import Path
 
@@ -18,12 +16,14 @@ class Variant:
     Attributes:
         target: The GPU's compute capability, such as 90.
         kernel: The distance kernel, alone or with other terms, as in `kerple_log + forget_gate`.
-        which: The pass, a key of `megatron.kernels.compiled_variants.PASSES`.
+        which: The name of the kernel's part of the forward or backward pass.
         dtype: `bf16`, `fp16` or `fp32`.
         head_size: The number of dimensions of each attention head.
         dropout: Whether the kernel applies dropout.
         group: The number of query heads that share a key head.
     """
+
+    # `which` is a key of `megatron.kernels.compiled_variants.PASSES`.
 
     target: int
     kernel: str
@@ -41,10 +41,9 @@ class Variant:
 
 @dataclass(frozen=True)
 class Row:
-    """A line of the CSV: one compiled kernel and its resources.
+    """A line of the CSV: one compiled kernel and its resources."""
 
-    `tools/compile_kernels.py` explains the columns.
-    """
+    # `tools/compile_kernels.py` explains the columns.
 
     triton: str
     target: str

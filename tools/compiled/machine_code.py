@@ -1,7 +1,5 @@
 """Read registers, spills and special functions of compiled Triton kernels."""
 
-from __future__ import annotations
-
 import re
 import subprocess
 import tempfile
@@ -16,7 +14,7 @@ SPECIAL = re.compile(r"\s(ex2|lg2|rcp|sqrt|rsqrt|sin|cos|tanh|div)\.(approx|full
 def resources(cubin: bytes) -> tuple[int, int]:
     """Return (registers, bytes of stack) that each thread of a compiled kernel uses.
 
-    The stack holds only spilled registers, so its size is the number of spilled bytes.
+    The stack holds only spilled registers.
     """
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
@@ -31,11 +29,9 @@ def resources(cubin: bytes) -> tuple[int, int]:
 
 
 def special_functions(ptx: str) -> int:
-    """Return the largest number of special functions that a thread computes in one loop iteration.
-
-    Special functions are log2, exp2, 1/x and the like. Among nested loops, only the innermost with
-    special functions counts.
-    """
+    """Return how many special functions (such as log2) a thread computes in a loop iteration."""
+    # The result is the largest of all loops. Of nested loops, only the innermost loop that contains
+    # special functions is counted.
     labels, costs, lines = {}, {}, ptx.splitlines()
     for n, line in enumerate(lines):
         if label := re.match(r"(\$L__BB\w+):", line):

@@ -17,8 +17,6 @@ files are byte for byte those that gpt-neox writes, except where gpt-neox loses 
 The flags --on-error, --backend, --max-document-bytes and --max-expansion are not in gpt-neox.
 """
 
-from __future__ import annotations
-
 import argparse
 
 from megatron import entry

@@ -21,8 +21,6 @@ its parts. Holm's correction is over all claims of a grid. The sample size is th
 not of sequences, because the sequences of one run are not independent.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -39,21 +37,21 @@ from tools.experiments.results import Frame
 
 @dataclass(frozen=True)
 class Verdict:
-    """The result of a test of one part of a claim.
-
-    The claim compares two sides. Each side has one value for each seed.
+    """The statistical result for one part of a claim that compares two sides over seeds.
 
     Attributes:
         seeds: The number of seeds for which both sides have values.
-        change: The mean difference between the two sides, in percent. If the values are shares of
-            right answers, the difference is in percentage points.
+        change: The mean difference between the two sides, in percent or percentage points.
         low, high: The 95% interval of `change`.
         p: The p value of this part.
         holm: The p value of the complete claim, after Holm's correction.
-        word: The verdict on the complete claim: `holds`, `not shown`, `contradicted` or
-            `not tested`. It is `contradicted` if a part has a significant effect in the opposite
-            direction.
+        word: The verdict on the complete claim: `holds`, `not shown`, `contradicted` or `not
+            tested`.
     """
+
+    # A side is for example an embedding. If the values are shares of right answers, the difference
+    # is in percentage points. A claim is `contradicted` if a part has a significant effect in the
+    # opposite direction.
 
     name: str
     claim: str
@@ -67,10 +65,15 @@ class Verdict:
 
 
 def verdicts(grid: Grid, results: Frame) -> list[Verdict]:
-    """Return a verdict for each part of each claim in a grid's `endpoints`, in the file's order.
+    """Return a verdict for each part of each claim of the grid.
 
     A claim with several parts holds only if all its parts hold.
+
+    Args:
+        grid: A set of training runs, with the claims about them.
+        results: The results of the runs.
     """
+    # The claims are the grid's `endpoints`, in the file's order.
     parts = [
         (name, part)
         for name, given in grid.about.endpoints.items()
@@ -103,11 +106,12 @@ def p_value(a: np.ndarray, b: np.ndarray, claim: str, margin: float = 0.0) -> fl
 
     Args:
         a: The values of side A, or their logarithms if ratios are compared, [seeds].
-        b: The same for side B, in the same order of seeds.
-        claim: `below`, `above`, `within`, `equal` or `differs`, as the module docstring defines.
+        b: The values of side B in the same form, with the seeds in the same order.
+        claim: `below`, `above`, `within`, `equal` or `differs`.
         margin: The margin of the claim, as a difference of values in `a` and `b`. It is not
             negative.
     """
+    # The module docstring defines the claims.
     if claim == "equal":
         upper = p_value(a, b, "within", margin)
         return max(upper, p_value(b, a, "within", margin))
@@ -139,15 +143,18 @@ def holm(values: Sequence[float]) -> list[float]:
 def significant(
     results: Frame, rows: str, against: str, metric: str, alpha: float
 ) -> set[tuple[str, int]]:
-    """Return the pairs (row, length) at which `metric` differs significantly from `against`.
+    """Return the pairs (row, length) at which `metric` differs significantly from a reference.
 
     The test is a two-sided paired t test over seeds, with Holm's correction over all pairs.
 
     Args:
-        rows: The name of an axis of the grid. Each value of this axis is a row.
+        results: The results of all runs.
+        rows: The name of the setting whose values are the rows.
         against: The row with which all other rows are compared, at the same length.
+        metric: The name of the metric.
         alpha: The level of significance.
     """
+    # The setting is an axis of the grid.
     chosen = results[results["metric"] == metric]
     lower = METRICS[metric]
     tests = {}
@@ -184,9 +191,9 @@ def _side(results: Frame, names: Mapping[str, str]) -> Frame:
     """Return the values of one side of a claim, indexed by seed.
 
     Args:
-        names: The rows of `results` that form the side: its value on each axis of the grid, and the
-            `length`.
+        names: The values that select rows of `results`, by the name of the column.
     """
+    # The columns are the axes of the grid and `length`.
     for key in names.keys() - {"length"}:
         results = results[results[key] == names[key]]
     length = names.get("length", "")

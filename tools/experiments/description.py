@@ -1,7 +1,5 @@
 """Define the schema of a grid file, whose texts may contain variables such as `{model}`."""
 
-from __future__ import annotations
-
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -22,10 +20,11 @@ class _Strict(BaseModel):
 
 
 class Value(_Strict):
-    """The settings that belong to one value of an axis of the grid.
+    """What belongs to one value of a setting that differs between the runs of a grid.
 
     Attributes:
-        configs, overrides: Config files and keys that this value adds to those of the grid.
+        configs: Config files that this value adds to those of the grid.
+        overrides: Config keys that this value adds to those of the grid.
         seeds: The seeds of the runs with this value. If empty, they are the seeds of the grid.
     """
 
@@ -38,16 +37,18 @@ class Endpoint(_Strict):
     """A claim that compares a metric of two sides, to be tested over seeds.
 
     Attributes:
-        claim: The kind of claim; `experiments/claims.py` defines each kind.
-        of: The first side: the name of a value for each axis, and a `length`.
+        claim: The kind of claim, such as `below`.
+        of: The first side: a value for each setting that differs between runs, and a `length`.
         than: The second side. It needs only the entries that differ from those of `of`.
-            `length: best` selects the length at which the side's mean over seeds is best.
-        by: The margin of the claim, in percent. For shares of right answers, in percentage points.
-        relative_to: Entries that replace those of each side to name its reference. Then the claim
-            compares how each side differs from its reference. For example, `{length: 128}` compares
-            changes from length 128 on. If empty, the claim compares the sides' own values.
+        by: The margin of the claim in percent; in percentage points for shares of right answers.
+        relative_to: If not empty, the claim compares how much each side differs from its reference.
+            The reference is the same side, but with the entries given here.
         text: The claim in words, for reports. If empty, the words are generated.
     """
+
+    # `experiments/claims.py` defines each kind of claim. `length: best` in a side selects the
+    # length at which the side's mean over seeds is best. `relative_to: {length: 128}` compares the
+    # changes from length 128 to a side's length.
 
     claim: Literal["below", "above", "within", "equal", "differs"]
     of: dict[str, str]
@@ -67,7 +68,7 @@ class TrainedTokenizer(_Strict):
 
 
 class Paper(_Strict):
-    """Selects numbers from the paper. A report compares the results of the grid with them.
+    """Selects the results of the paper that a report compares with the results of the grid.
 
     Attributes:
         table: The name of a table in configs/paper/tables.json.
@@ -106,5 +107,5 @@ def values_of(about: Description, axis: str) -> dict[str, Value]:
 
 
 def sides(endpoint: Endpoint) -> tuple[dict[str, str], dict[str, str]]:
-    """Return the two sides of a claim, each as a dict from axis, or `length`, to a value."""
+    """Return the two sides of a claim, as dicts from setting (or `length`) to value."""
     return endpoint.of, endpoint.of | endpoint.than

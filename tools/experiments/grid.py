@@ -14,8 +14,6 @@ Instead of a list, an axis may be a mapping. It maps the name of each value to `
 or for the cell's value on an axis. docs/experiments.md describes all keys.
 """
 
-from __future__ import annotations
-
 import itertools
 import json
 import re
@@ -30,6 +28,7 @@ from pydantic import ValidationError
 from megatron.config import Config, ConfigError, Problem, load_config
 from megatron.config.errors import Mark
 from megatron.config.reader import Settings, read_file
+from megatron.shipped import find
 from megatron.suggest import nearest
 from tools.experiments.description import (
     BEST,
@@ -51,7 +50,7 @@ Fault = tuple[tuple[str | int, ...], str]
 
 @dataclass(frozen=True)
 class Cell:
-    """One run of a grid: its configuration, and its run folder.
+    """One training run of a grid, with its configuration and its run folder.
 
     Attributes:
         name: The cell's values on the axes and its seed, such as `github-kerple_log-1235`.
@@ -78,7 +77,7 @@ class Cell:
 
 @dataclass(frozen=True)
 class Grid:
-    """A grid file, its variables, and its cells."""
+    """A set of training runs (cells) that a grid file describes."""
 
     path: Path
     about: Description
@@ -93,7 +92,7 @@ class Grid:
 
 
 def read_grid(path: Path, given: Mapping[str, str] | None = None) -> Grid:
-    """Read a grid file. The configurations of its cells are not loaded.
+    """Read a grid file, which describes a set of training runs. Do not load their configurations.
 
     Args:
         given: Values that replace those of the file's `variables`.
@@ -101,6 +100,7 @@ def read_grid(path: Path, given: Mapping[str, str] | None = None) -> Grid:
     Raises:
         ConfigError: The file cannot be read, or is not a grid.
     """
+    path = find(path)
     settings, problems = read_file(path)
     if problems:
         raise ConfigError(problems)
@@ -152,15 +152,11 @@ def _cells(about: Description, runs: Path, variables: Mapping[str, str]) -> Iter
 
 
 def _yaml(value: Any, names: Mapping[str, str]) -> str:
-    """Return a value as one line of YAML. Each `{NAME}` is replaced by its value in `names`."""
-    if isinstance(value, str) and re.search(_VARIABLE, value):
-        return filled(value, names)
-    if isinstance(value, dict):
-        pairs = (f"{json.dumps(key)}: {_yaml(each, names)}" for key, each in value.items())
-        return "{" + ", ".join(pairs) + "}"
-    if isinstance(value, list):
-        return "[" + ", ".join(_yaml(each, names) for each in value) + "]"
-    return json.dumps(value)
+    """Return a value as one line of YAML. Each `{NAME}` is replaced by its value in `names`.
+
+    A text with a name loses its quotes: the value may be a number.
+    """
+    return filled(re.sub(r'"([^"]*\{\w+\}[^"]*)"', r"\1", json.dumps(value)), names)
 
 
 def _faults(about: Description, variables: Mapping[str, str]) -> Iterator[Fault]:

@@ -3,8 +3,6 @@
 matplotlib and jinja2 are imported inside functions, as elsewhere in this project.
 """
 
-from __future__ import annotations
-
 import base64
 import io
 from collections.abc import Mapping, Sequence
@@ -18,12 +16,13 @@ import pandas as pd
 from megatron.config.choices import PUBLISHED_POSITIONAL_NAMES
 from megatron.files import parse_json, read_small, write_bytes, write_text
 from megatron.readable_numbers import decimals
+from megatron.shipped import ROOT
 from tools.experiments.claims import Verdict, significant
 from tools.experiments.grid import Grid, filled
 from tools.experiments.moved_theta import VALUES
 from tools.experiments.results import CURVES, GAINS, Frame
 
-PAPER = Path(__file__).parents[2] / "configs" / "paper" / "tables.json"
+PAPER = ROOT / "configs" / "paper" / "tables.json"
 MOVED_NOTE = (
     "What training did to the kernels' parameters: means over heads and seeds. Change: the root "
     "mean square over heads of end minus start. Of the start: this change, divided by the root "
@@ -38,14 +37,14 @@ _LATEX = {"±": r"$\pm$", "†": r"$^\dagger$"}
 class Section:
     """A part of a report, with a table and a plot.
 
-    An axis is a setting that differs between the runs of a grid. The rows of the table are the
-    values of one axis. On every other axis, all runs in a section have the same value.
-
     Attributes:
         table: The formatted results, with a column for each length.
-        moved: A formatted table of how far training moved the kernels' parameters; may be empty.
+        moved: A formatted table of how far training moved the positional parameters; may be empty.
         pictures: Maps the caption of each picture to the content of its PNG file.
     """
+
+    # An axis is a setting that differs between the runs of a grid. The rows of the table are the
+    # values of one axis. On every other axis, all runs in a section have the same value.
 
     title: str
     table: Frame
@@ -57,16 +56,18 @@ class Section:
 def sections(
     results: Frame, moved: Frame, rows: str, metric: str, grid: Grid | None, against_paper: bool
 ) -> list[Section]:
-    """Return a section for each combination of values of the axes other than `rows`.
+    """Return the sections of a report.
 
     Args:
-        results: The table that `results.of_grid` or `results.of_folders` returns.
-        moved: The table of `moved_theta.of_runs`.
-        rows: The axis whose values are the rows of the tables.
+        results: The results of all runs.
+        moved: How far training moved the positional parameters of each run.
+        rows: The setting whose values are the rows of the tables.
         metric: The name of the metric that the tables show.
         grid: The grid of the results; None for single run folders.
-        against_paper: Whether the tables also show the paper's numbers.
+        against_paper: Whether the tables also show the paper's results.
     """
+    # There is a section for each combination of values of the axes other than `rows`. `results`
+    # comes from `results.of_grid` or `results.of_folders`, and `moved` from `moved_theta.of_runs`.
     chosen = results.astype({"value": float})
     axes = [axis for axis in (grid.about.axes if grid else []) if axis != rows]
     found = []
@@ -114,12 +115,18 @@ def write(
 ) -> list[Path]:
     """Write the report, its tables and its plots into the folder `out`.
 
-    The files are `report.html`, `tables.md`, `tables.tex`, `verdicts.csv`, `by_length*.png`, and
-    the CSV files in `tables`. Return the paths of all files except the plots.
-
     Args:
+        title: The title of the report.
+        found: The sections of the report.
+        verdicts: The verdicts on claims.
+        remarks: Remarks for the reader.
         tables: Maps the name of each CSV file to its content. Empty tables are not written.
+
+    Returns:
+        The paths of all files except the plots.
     """
+    # The files are `report.html`, `tables.md`, `tables.tex`, `verdicts.csv`, `by_length*.png`, and
+    # the CSV files in `tables`.
     out.mkdir(parents=True, exist_ok=True)
     judged = pd.DataFrame([_row(each) for each in verdicts])
     markdown, latex = [f"# {title}"], []
@@ -151,10 +158,8 @@ def write(
 
 
 def change_of(verdict: Verdict) -> tuple[str, str]:
-    """Return a verdict's change and its 95% interval as texts: `-4.39%` and `-5.85 to -2.92`.
-
-    All three numbers have the same number of decimals, at least two.
-    """
+    """Return a verdict's change and its 95% interval as texts: `-4.39%` and `-5.85 to -2.92`."""
+    # All three numbers have the same number of decimals, at least two.
     values = verdict.change, verdict.low, verdict.high
     shown = max(2, decimals(max(map(abs, values)), 2))
     change, low, high = (f"{value:+.{shown}f}" for value in values)
@@ -176,13 +181,9 @@ def _row(verdict: Verdict) -> dict[str, Any]:
 
 
 def _paper_of(grid: Grid, known: dict[str, str]) -> PaperRows:
-    """Return the paper's numbers as nested dicts: row -> length -> [mean, standard deviation].
-
-    The result is {} if the paper has no numbers for the grid's table and corpus.
-
-    Args:
-        known: Maps axes of the grid to the values in one section of the report.
-    """
+    """Return the paper's results as nested dicts: row -> length -> [mean, standard deviation]."""
+    # `known` maps axes of the grid to the values in one section of the report. The result is {} if
+    # the paper has no numbers for the grid's table and corpus.
     if grid.about.paper is None:
         return {}
     tables = parse_json(PAPER.read_text(encoding="utf-8"))["tables"]
@@ -212,10 +213,8 @@ def _table(
 
 
 def _moved(moved: Frame, rows: str) -> Frame:
-    """Return a formatted table of how far training moved the learned parameters.
-
-    It has a line for each parameter and each value of the axis `rows`, with means over the seeds.
-    """
+    """Return a formatted table of how far training moved the learned parameters."""
+    # It has a line for each parameter and each value of the axis `rows`, with means over the seeds.
     runs = moved.astype(dict.fromkeys(VALUES, float)).groupby([rows, "parameter"], sort=False)
     lines = runs[VALUES].mean().map("{:.3g}".format)
     lines.insert(0, "seeds", runs["seed"].nunique().astype(str))
@@ -226,10 +225,8 @@ def _moved(moved: Frame, rows: str) -> Frame:
 
 
 def _number(value: float, like: float | None = None) -> str:
-    """Format `value` with the number of decimals that shows four significant digits of `like`.
-
-    None for `like` means `value` itself.
-    """
+    """Format `value` with four significant digits."""
+    # With `like`, the number of decimals is that of `like` with four significant digits.
     like = value if like is None else like
     return f"{value:,.{decimals(like, 4)}f}"
 
@@ -242,9 +239,11 @@ def _markdown(table: Frame) -> str:
 def by_length(results: Frame, rows: str, metric: str) -> bytes:
     """Return a plot of the metric by length as PNG.
 
-    For each value of the axis `rows`, the plot shows the mean over the seeds as a line, and one
-    standard deviation on both sides as a band.
+    Args:
+        rows: The setting whose values each have a line in the plot.
     """
+    # For each value of the axis `rows`, the plot shows the mean over the seeds as a line, and one
+    # standard deviation on both sides as a band.
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(7.0, 4.3), layout="constrained")
@@ -277,12 +276,7 @@ def by_length(results: Frame, rows: str, metric: str) -> bytes:
     return out.getvalue()
 
 
-def _html(
-    title: str,
-    found: Sequence[Section],
-    judged: Frame,
-    remarks: Sequence[str],
-) -> str:
+def _html(title: str, found: Sequence[Section], judged: Frame, remarks: Sequence[str]) -> str:
     import jinja2
 
     loader = jinja2.FileSystemLoader(Path(__file__).parent)
@@ -290,9 +284,5 @@ def _html(
     environment.filters["base64"] = lambda content: base64.b64encode(content).decode()
     environment.filters["table"] = lambda table: table.to_html(index=False, border=0)
     return environment.get_template("grid_report.html.j2").render(
-        title=title,
-        sections=found,
-        judged=judged,
-        remarks=remarks,
-        moved_note=MOVED_NOTE,
+        title=title, sections=found, judged=judged, remarks=remarks, moved_note=MOVED_NOTE
     )

@@ -13,8 +13,6 @@ The start values are drawn again from the configuration and the seed, and rounde
 precision. The end values are those of the last logged step, which are not rounded.
 """
 
-from __future__ import annotations
-
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -35,11 +33,11 @@ _PREFIX = "theta/"
 def of_runs(results: Frame) -> tuple[Frame, list[str]]:
     """Return (table with a row for each run and learned parameter, remarks).
 
-    There is a remark for each run whose start values cannot be found.
-
     Args:
-        results: The table that `results.of_grid` or `results.of_folders` returns.
+        results: The results of all runs.
     """
+    # There is a remark for each run whose start values cannot be found. `results` comes from
+    # `results.of_grid` or `results.of_folders`.
     runs = results.drop(columns=["length", "metric", "value"]).drop_duplicates()
     found, remarks = [], []
     for run in runs.to_dict("records"):
@@ -84,10 +82,8 @@ def _rms(values: np.ndarray) -> float:
 
 
 def _last_logged(folder: Path) -> tuple[int, dict[str, np.ndarray]]:
-    """Return the last step at which a run logged learned parameters, and their logged values.
-
-    The result is (0, {}) if the run logged none.
-    """
+    """Return the last step at which a run logged learned parameters, and their values."""
+    # The result is (0, {}) if the run logged none.
     for row in RunFolder(folder).metrics_rows(newest_first=True):
         named = {name.removeprefix(_PREFIX): row[name] for name in row if name.startswith(_PREFIX)}
         with suppress(ValueError, TypeError, OverflowError):  # a damaged row

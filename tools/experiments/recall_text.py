@@ -7,8 +7,6 @@ or it lists random words twice. The numbers of names and words lie between 4 and
 logarithmic scale. A seed gives the same documents on every machine.
 """
 
-from __future__ import annotations
-
 import json
 import random
 import string
@@ -19,7 +17,7 @@ from megatron.files import write_text
 
 
 def recall_document(rng: random.Random) -> str:
-    """Return a document of one of the two kinds."""
+    """Return a random document: names with numbers that recur, or a list of words that recurs."""
     count = round(2 ** rng.uniform(2, 7))
     words = [
         "".join(rng.choices(string.ascii_lowercase, k=rng.randint(2, 6))) for _ in range(count)

@@ -6,8 +6,6 @@ and a column for at least one metric in `METRICS`. Where several have a result, 
 writes, only the files in `CURVES` and `GAINS` are read. Their first column is taken as the length.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -41,11 +39,13 @@ reads exactly W tokens before each scored token, and over the windowed twin.
 
 
 def of_grid(grid: Grid) -> tuple[Frame, list[str]]:
-    """Return (table of the results of all finished cells, remarks).
+    """Return (table of the results of all finished runs, remarks).
 
-    The table has a column for each axis of the grid. Each cell that is left out gets a remark. So
-    does each cell in the table that is stale (see `state_of`).
+    Args:
+        grid: A set of training runs. Each setting that differs between them has a column.
     """
+    # The runs are called cells, and the settings axes. There is a remark for each cell that is left
+    # out, and for each cell whose results are stale (see `state_of`).
     parts, remarks, codes = [], [], {}
     for cell in grid.cells:
         state, why = state_of(cell)
@@ -76,15 +76,16 @@ def of_grid(grid: Grid) -> tuple[Frame, list[str]]:
 
 
 def of_folders(folders: Sequence[Path]) -> Frame:
-    """Return the results of run folders that belong to no grid, as a table with one axis.
+    """Return the results of run folders that belong to no grid, as a table.
 
-    The axis is `embedding`, with the `pos_emb` of each run as its value. If several folders have
-    the same `pos_emb` and seed, the value is the folder's name instead.
+    The column `embedding` says which run a row belongs to.
 
     Raises:
         OSError: A folder has no `config.yml`.
         DataError: A table of results is damaged.
     """
+    # The value of `embedding` is the `pos_emb` of the run. If several folders have the same
+    # `pos_emb` and seed, the value is the folder's name instead.
     found = []
     for folder in folders:
         settings, problems = read_file(RunFolder(folder).config)
@@ -107,12 +108,13 @@ def of_run(folder: Path, record: Record | None = None) -> tuple[Frame, list[str]
     The table has the columns `length`, `metric` and `value`.
 
     Args:
-        record: The content of the run's `cell.json`. Files of `evaluate.py --suite` that were
-            measured with other settings are left out. None keeps all files.
+        record: The record of the run. Results with other settings are left out. None keeps all.
 
     Raises:
         DataError: A table is damaged.
     """
+    # The record is the content of `cell.json`. The results that it selects are those of
+    # `evaluate.py --suite`.
     parts: list[Any] = []
     left_out: list[str] = []
     run = RunFolder(folder)

@@ -4,8 +4,6 @@ A signal to `tools/sweep.py` is passed on to the cells, which save a checkpoint 
 sweep resumes them. A cell that fails is reported with the end of its log, and the others go on.
 """
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess
@@ -17,13 +15,13 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import IO, Any
 
-from megatron.cpu_settings import waiting_of_children
 from megatron.errors import UserError
 from megatron.files import without_waiting
 from megatron.readable_numbers import clock
 from megatron.run_folder import RunFolder
+from megatron.shipped import ROOT
 from tools.experiments.grid import Cell
-from tools.experiments.state import ROOT, Record, is_complete, share_done, state_of
+from tools.experiments.state import Record, is_complete, share_done, state_of
 
 _TAIL, _TAIL_BYTES = 12, 1 << 16  # the last lines of the log of a failed cell that are shown
 _REPORT_SECONDS = 60.0
@@ -43,7 +41,7 @@ class _Running:
 
 
 def start(command: Sequence[str], log: IO[bytes], environ: dict[str, str]) -> Any:
-    """Start a cell's process. Ctrl-C in the terminal is sent only to the sweep."""
+    """Start a process in its own session, so that Ctrl-C in the terminal does not end it."""
     return subprocess.Popen(
         command,
         stdin=subprocess.DEVNULL,
@@ -55,7 +53,7 @@ def start(command: Sequence[str], log: IO[bytes], environ: dict[str, str]) -> An
 
 
 def command_of(cell: Cell) -> list[str]:
-    """Return the command that trains and evaluates a cell."""
+    """Return the command that trains and evaluates a cell (one run of a grid)."""
     ranks = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={cell.processes}"]
     options = [text for override in cell.overrides for text in ("-o", override)]
     launcher = ranks if cell.processes > 1 else []
@@ -63,33 +61,32 @@ def command_of(cell: Cell) -> list[str]:
 
 
 class Runner:
-    """Runs cells, several at a time.
+    """Runs the training runs of a grid, several at a time.
 
     Args:
-        devices: One value of CUDA_VISIBLE_DEVICES for each cell that may run at the same time. The
-            value "" leaves the variable unchanged.
+        devices: One value of CUDA_VISIBLE_DEVICES for each run that may be active at the same time.
+            The value "" leaves the variable unchanged.
         say: A function that prints a line.
-        changed: A function that is called after a cell has started or ended.
+        changed: A function that is called after a run has started or ended.
 
     Attributes:
-        failed: The cells that failed.
-        left: The cells that another job was running.
-        signals: The number of signals received. At the first signal, the cells save a checkpoint
-            and end. The second signal kills them.
+        failed: The runs that failed.
+        left: The runs that another job was doing.
+        signals: The number of signals received. The first lets the runs save and end. The second
+            kills them.
     """
 
     def __init__(
         self, devices: Sequence[str], say: Callable[[str], None], changed: Callable[[], object]
     ):
         self._free, self._say, self._changed = deque(devices), say, changed
-        self._most = len(devices)
         self._running: list[_Running] = []
         self.failed: list[Cell] = []
         self.left: list[Cell] = []
         self.signals = 0
 
     def receive(self, *_: object) -> None:
-        """Handle a signal: let every cell save and end, or kill them at the second signal."""
+        """Handle a signal: let all runs save and end, or kill them at the second signal."""
         self.signals += 1
         for each in self._running:
             if self.signals > 1:
@@ -98,9 +95,9 @@ class Runner:
                 each.process.send_signal(signal.SIGTERM)
 
     def run(self, cells: Sequence[Cell]) -> None:
-        """Run the cells until all have ended.
+        """Run the cells (training runs) until all have ended.
 
-        After a signal, start no further cells, and return when the running ones have ended.
+        After a signal, start no further cells, and return when the running cells have ended.
         """
         waiting, begun, reported = deque(cells), time.monotonic(), time.monotonic()
         self._total, self._work, self._ended = len(cells), float(len(cells)), 0.0
@@ -142,14 +139,15 @@ class Runner:
         self._changed()
 
     def _launch(self, cell: Cell, record: Record, given: dict[str, str], lease: ExitStack) -> None:
-        """Start the process of a cell.
+        """Start the process of one run of a grid.
 
         Args:
-            record: The content of the new `cell.json`.
+            record: The record of the run.
             given: Environment variables for the process.
-            lease: The exit stack that releases the run folder. Its content moves to the list of
-                running cells.
+            lease: The exit stack that releases the run folder.
         """
+        # The record is the content of the new `cell.json`. The callbacks of `lease` are moved to
+        # the entry in the list of running cells.
         if earlier := Record.read(cell.folder):
             record.seconds = earlier.seconds
         record.write(cell.folder)
@@ -157,7 +155,7 @@ class Runner:
             path.unlink(missing_ok=True)
         device, before = self._free[0], share_done(cell)
         environ = os.environ | ({"CUDA_VISIBLE_DEVICES": device} if device else {})
-        environ |= waiting_of_children(self._most) | given
+        environ |= given
         with open(RunFolder(cell.folder).log, "ab", opener=without_waiting) as log:
             process = start(command_of(cell), log, environ)
         self._free.popleft()
@@ -185,7 +183,7 @@ class Runner:
         self._changed()
 
     def _judge(self, each: _Running) -> None:
-        """Print how the process of a cell ended, and write this into the cell's record."""
+        """Print how the process of a run ended, and write this into the run's record."""
         cell, record = each.cell, each.record
         record.seconds += time.monotonic() - each.begun
         code = each.process.returncode
@@ -213,7 +211,7 @@ class Runner:
         self._say(f"{cell.name}: FAILED: {why}")
 
     def _progress(self, begun: float, waiting: int) -> str:
-        """Return a line with the number of ended cells and an estimate of the time left."""
+        """Return a line with the number of ended runs and an estimate of the time left."""
         done = self._ended + sum(share_done(each.cell) - each.before for each in self._running)
         passed = time.monotonic() - begun
         left = clock(passed * max(0.0, self._work - done) / done) if done > 0 else "unknown"

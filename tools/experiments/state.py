@@ -30,7 +30,6 @@ from megatron.run_folder import RunFolder
 from megatron.version import fingerprint
 from tools.experiments.grid import Cell
 
-ROOT = Path(__file__).parents[2]
 RECORD = "cell.json"
 INDEX = "cells.csv"
 Frame = Any
@@ -43,16 +42,18 @@ State = Literal["new", "running", "cut off", "failed", "finished", "stale"]
 
 @dataclass
 class Record:
-    """The content of `cell.json`: the inputs of a cell's run, and how the run ended.
+    """The inputs of one run of a grid, and how the run ended.
 
     Attributes:
         config: The resolved configuration without the folders of the run.
-        text: The fingerprint of the tokens that the run reads. For a run that trains on a length
-            task, it is the identity of the task.
+        text: The fingerprint of the tokens on which the run trains.
         code: The fingerprint of the code, and the versions of the libraries that compute.
         seconds: The wall time of the run so far, in all processes that continued it.
         state: How the last of these processes ended, or `running` if it has not ended.
     """
+
+    # This is the content of `cell.json`. For a run that trains on a length task, `text` is the
+    # identity of the task.
 
     cell: str
     axes: dict[str, str]
@@ -110,11 +111,10 @@ _texts: dict[str, str] = {}
 def text_of(config: Config) -> str:
     """Return the fingerprint of the tokens on which a configuration trains.
 
-    If it trains on a length task, return the identity of the task.
-
     Raises:
         DataError: The tokens cannot be read.
     """
+    # If it trains on a length task, the identity of the task is returned.
     key = repr(config.data)
     if key not in _texts:
         # This import takes seconds, and a new grid can be listed without it.
@@ -126,7 +126,7 @@ def text_of(config: Config) -> str:
 
 
 def state_of(cell: Cell) -> tuple[State, str]:
-    """Return (state of a cell, explanation). The explanation may be empty."""
+    """Return (state of a run of a grid, explanation). The explanation may be empty."""
     record = Record.read(cell.folder)
     if record is None:
         if RunFolder(cell.folder).latest.exists():
@@ -160,16 +160,13 @@ def state_of(cell: Cell) -> tuple[State, str]:
 
 
 def is_complete(folder: Path, record: Record) -> bool:
-    """Return whether the run of a cell took its last step and measured all lengths."""
+    """Return whether a run took its last step and measured all lengths."""
     step = RunFolder(folder).newest_step()
     return step >= record.config["train_iters"] and not why_not_measured(folder, record)
 
 
 def why_not_measured(folder: Path, record: Record) -> str:
-    """Return why a run folder holds no results that were measured with the settings in `record`.
-
-    Return "" if the folder holds such results.
-    """
+    """Return why a run folder holds no results with the settings in `record`, or "" if it does."""
     paths = [path for path in RunFolder(folder).results if path.exists()]
     try:
         found = [other_measurement(path, read_table(path), record) for path in paths]
@@ -179,10 +176,8 @@ def why_not_measured(folder: Path, record: Record) -> str:
 
 
 def other_measurement(path: Path, table: Frame, record: Record) -> str:
-    """Return how the settings of a table differ from the settings in `record`, or "" if they agree.
-
-    Settings without a column in `table` are not compared.
-    """
+    """Return how the settings of a table differ from those of the run, or "" if they agree."""
+    # Settings without a column in `table` are not compared.
     asked = record.config.get
     wanted = {"distance_scale": asked("eval_distance_scale"), "split": asked("eval_split")}
     wanted |= {"step": asked("train_iters") or None}  # None: the checkpoint of another run
@@ -210,7 +205,7 @@ def read_table(path: Path) -> Frame:
 
 
 def share_done(cell: Cell) -> float:
-    """Return the share of training steps that the run of a cell has taken, from 0 to 1."""
+    """Return the share of its training steps that a run of a grid has taken, from 0 to 1."""
     record = Record.read(cell.folder)
     steps = record.config.get("train_iters") if record else None
     if not isinstance(steps, int) or steps < 1:
@@ -222,10 +217,8 @@ def share_done(cell: Cell) -> float:
 
 
 def write_index(cells: Sequence[Cell], runs: Path) -> pd.DataFrame:
-    """Write `cells.csv` into the folder `runs`, and return its table.
-
-    Each row has a cell's state, run folder, wall time, machine and versions.
-    """
+    """Write a table of all runs of a grid to `cells.csv` in the folder `runs`. Return the table."""
+    # Each row has a run's state, run folder, wall time, machine and versions.
     rows = []
     for cell in cells:
         (state, why), record = state_of(cell), Record.read(cell.folder)

@@ -6,8 +6,6 @@ The meaning of a key is the comment of its field in `megatron/config/sections/`.
 are copied from the error message for a wrong value of the key.
 """
 
-from __future__ import annotations
-
 import ast
 import inspect
 import json
@@ -70,7 +68,7 @@ def page() -> str:
 
 
 def meanings(section: type[Section]) -> dict[str, str]:
-    """Return a dict from the name of each field to the comment on this field in the source code."""
+    """Return the comment in the source code on each field, by the field's name."""
     lines = inspect.getsource(section).splitlines()
     [tree] = ast.parse("\n".join(lines)).body
     found = {}
@@ -114,10 +112,8 @@ def _values(section: type[Section], name: str) -> str:
 
 
 def _grouped(notes: Mapping[str, tuple[str, ...]]) -> list[tuple[str, ...]]:
-    """Return a table row for each group of keys that have the same notes.
-
-    The first entry of a row names all keys of the group. The other entries are the notes.
-    """
+    """Return a row of the page for each group of keys that have the same notes."""
+    # The first entry of a row names all keys of the group. The other entries are the notes.
     keys: dict[tuple[str, ...], list[str]] = {}
     for key, note in notes.items():
         keys.setdefault(note, []).append(f"`{key}`")

@@ -28,17 +28,7 @@ Logits = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
 
 class Confirmation:
-    """R sample inputs of an embedding, and the results that the embedding computes from them.
-
-    The results of a sample are a logit and the logit's gradient with respect to the N columns of
-    theta.
-
-    Attributes:
-        inputs: Theta [R, N], query-key products [R], distances [R] and positions [R], in float64.
-        exact: The results [R, 1 + N], computed in float64.
-        lost: The error of the results if they are computed in fp32.
-        noise: How much `exact` changes when the last bits of theta and the distances change.
-    """
+    """Sample inputs of an embedding, and the exact logits and gradients for these inputs."""
 
     def __init__(self, pos: PositionalEmbedding):
         generator = torch.Generator().manual_seed(1)
@@ -62,9 +52,13 @@ class Confirmation:
         i = (d + 3 * d.flip(0)).repeat(len(theta))
         theta, d = theta.repeat_interleave(len(d), dim=0), d.repeat(len(theta))
         s = 4 + 4 * draw(len(d))
+        # Theta [R, N], query-key products [R], distances [R] and positions [R], in float64.
         self.inputs = (theta, s, d, i)
+        # Results [R, 1 + N]: a logit and its derivatives with respect to the columns of theta.
         self.exact = results_of(logits, self.inputs, torch.float64)
+        # The absolute error of the results if the embedding computes them in fp32.
         self.lost = (results_of(logits, self.inputs, torch.float32) - self.exact).abs()
+        # The largest change of `exact` if the last bits of theta and the distances change.
         self.noise = torch.zeros_like(self.exact)
         for _ in range(2):
             near = [x * (1 + LAST_BITS * (2 * draw(*x.shape).round() - 1)) for x in (theta, d)]
@@ -72,15 +66,15 @@ class Confirmation:
             self.noise = torch.maximum(self.noise, (other - self.exact).abs())
 
     def worst(self, got: Tensor, share: float, least: float) -> float:
-        """Return the largest ratio of an error in `got` to the accepted error.
-
-        The accepted error is `share` * (8 `lost` + 4 `noise`) + `least` * size. The size is
-        |`exact`|, but at least 1 for a logit, and at least 1 / max(1, |theta|) for a gradient.
+        """Return the largest ratio of an actual error to the allowed error.
 
         Args:
-            got: The results [R, 1 + N] to be compared with `exact`.
+            got: The logits and gradients to be checked.
+            share: Multiplies the rounding errors of fp32 in the allowed error.
+            least: Multiplies the size of the exact result in the allowed error.
         """
         theta, s, *_ = self.inputs
+        # 1 for a logit, and 1 / max(1, |theta|) for a derivative with respect to theta.
         units = torch.cat((torch.ones_like(s)[:, None], theta.abs().clamp(min=1.0)), dim=1)
         size = torch.maximum(self.exact.abs(), 1 / units)
         allowed = share * (8 * self.lost + 4 * self.noise) + least * size
@@ -89,11 +83,12 @@ class Confirmation:
 
 
 def results_of(logits: Logits, inputs: tuple[Tensor, ...], dtype: torch.dtype) -> Tensor:
-    """Return logits and their gradients with respect to theta, computed in `dtype`, as float64."""
+    """Return logits and their gradients, computed in `dtype` and converted to float64."""
     theta, *others = (x.to(dtype) for x in inputs)
     theta = theta.detach().clone().requires_grad_()
     x = logits(theta, *others).to(dtype)
     gradient = torch.zeros_like(theta)
     if x.requires_grad:
         (gradient,) = torch.autograd.grad(x.sum(), theta)
+    # [R, 1 + N]: column 0 has the logits of R samples.
     return torch.cat((x.detach()[:, None], gradient), dim=1).double().clamp(min=LOWEST)

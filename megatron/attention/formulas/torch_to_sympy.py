@@ -18,29 +18,15 @@ HEADS, DISTANCES, FURTHER = 3, (0.0, 1.0, 2.0, 7.0, 100.0), (3.0, 700.0, 40.0, 1
 
 
 class Unreadable(ValueError):
-    """The formula is not a symbolic expression of the distance and the parameters theta.
-
-    The error message names the unsupported operation.
-    """
+    """A torch function cannot be translated to a sympy expression. The message says why."""
 
 
 class Columns(tuple):
-    """Some columns of theta, the distance kernel's parameters: one sympy symbol for each column.
-
-    A `Reader` uses this tuple in place of a tensor [heads, columns].
-    """
+    """Some parameters of an embedding, as sympy symbols."""
 
 
 class Reader:
-    """Translates to sympy the graph of operations that torch's tracer has recorded.
-
-    Each node of the graph computes a tensor. `Reader` replaces this tensor by one of these values:
-
-    - a sympy expression, the same for all heads and distances;
-    - `Columns` of theta, the distance kernel's parameters;
-    - a list of expressions;
-    - a plain Python value.
-    """
+    """Translates a torch function of distances, positions and parameters to sympy."""
 
     def __init__(
         self, distance: sympy.Symbol, theta: tuple[sympy.Symbol, ...], position: sympy.Symbol
@@ -48,10 +34,10 @@ class Reader:
         self.distance, self.theta, self.position = distance, theta, position
 
     def expression(self, function: Callable[..., Tensor | None]) -> Any:
-        """Trace `function` and return its result as an expression, or None if the result is None.
+        """Return the result of a torch function as a sympy expression, or None if it is None.
 
         Raises:
-            Unreadable: The result is not an expression in the distance, the position and theta.
+            Unreadable: The result cannot be written as such an expression.
         """
         from torch.fx.experimental.proxy_tensor import make_fx
         from torch.fx.node import map_arg
@@ -70,6 +56,8 @@ class Reader:
                 graph = make_fx(lambda *inputs: function(*inputs))(theta_HN, d, i)
             except Exception as error:  # a formula may do anything, and torch has no common error
                 raise Unreadable(f"it cannot be traced: {error}") from error
+        # The value of a node of the graph is a sympy expression (the same for all heads and
+        # distances), `Columns`, a list of expressions, or a plain Python value.
         values: dict[Any, Any] = {}
         inputs = iter((Columns(self.theta), self.distance, self.position))
         for node in graph.graph.nodes:
@@ -89,7 +77,7 @@ class Reader:
         return self.scalar(values[node])
 
     def scalar(self, value: Any) -> Any:
-        """Convert the value of one node of the graph to a single sympy expression."""
+        """Convert a value to a sympy expression."""
         import sympy
 
         if isinstance(value, int | float):
@@ -101,7 +89,7 @@ class Reader:
         raise Unreadable("it uses theta as a whole, not column by column")
 
     def operation(self, target: Any, args: list, kwargs: dict) -> Any:
-        """Return the value of a node that applies torch's operation `target` to other values."""
+        """Translate one torch operation, and return its result."""
         name = getattr(target, "__name__", str(target)).split(".")[0]
         name = name.removeprefix("logical_").removeprefix("bitwise_")
         if name in SAME:
@@ -140,13 +128,11 @@ SAME = {"_to_copy", "view", "_unsafe_view", "reshape", "unsqueeze", "expand", "c
 
 
 def exact(value: float) -> Any:
-    """Return `value` as a sympy number.
-
-    Multiples of 1/2 become exact, so that sympy recognises exponents such as 2 and 1/2.
-    """
+    """Return a number as a sympy number, which is rational for multiples of 1/2."""
     import sympy
 
     doubled = 2.0 * float(value)
+    # Then sympy recognises exponents such as 2 and 1/2.
     if doubled.is_integer() and abs(doubled) < 1 << 20:
         return sympy.Rational(int(doubled), 2)
     return sympy.Float(value)
@@ -154,7 +140,7 @@ def exact(value: float) -> Any:
 
 @lru_cache(maxsize=1)
 def elementary() -> dict[str, Callable[..., Any]]:
-    """Return a dict from the names of torch's operations to equivalent sympy functions."""
+    """Return a dict from the name of each supported torch operation to a sympy function."""
     import sympy as sp
 
     from megatron.kernels.lowering import hidden_layer, larger, select

@@ -40,10 +40,16 @@ PROBES = (0.0, 1.0, 3.0, 17.0, 250.0, 4099.0)
 
 @dataclass(frozen=True)
 class Formula:
-    """A distance kernel as sympy expressions of the distance and the kernel's parameters theta.
+    """The bias and the weight of a positional embedding, as sympy expressions.
 
-    `bias` is added to the scaled query-key product. If it is None, the bias is 0. `weight` is the
-    factor by which this product is multiplied. If it is None, the factor is 1.
+    A logit is weight * s + bias, where s is the scaled query-key product.
+
+    Attributes:
+        bias: The bias. None means 0.
+        weight: The weight. None means 1.
+        distance: The symbol of the query-key distance.
+        theta: The symbols of the embedding's parameters.
+        position: The symbol of the query's position.
     """
 
     bias: sympy.Expr | None
@@ -54,19 +60,16 @@ class Formula:
 
     @property
     def arguments(self) -> tuple[sympy.Symbol, ...]:
-        """The symbols in the formula: the distance d, the position i and the columns of theta."""
+        """The symbols in the formula: the distance, the query's position and the parameters."""
         return self.distance, self.position, *self.theta
 
 
 @lru_cache(maxsize=64)
 def read(pos: PositionalEmbedding) -> Formula:
-    """Return the embedding's formula as symbolic expressions.
-
-    The factor includes the embedding's temperature, if there is one. If the embedding has neither a
-    distance kernel nor a temperature, the returned formula has bias 0 and factor 1.
+    """Return the formula of a positional embedding as symbolic expressions.
 
     Raises:
-        Unreadable: The formula has no expression. Its values can still be tabulated.
+        Unreadable: There is no such expression, for example because the embedding uses a table.
     """
     import sympy
 
@@ -80,31 +83,34 @@ def read(pos: PositionalEmbedding) -> Formula:
     # Not in the caller's modes: the default device of a plan is meta, which has no values.
     with torch.inference_mode(False), torch.enable_grad(), torch.device("cpu"):
         bias, weight = (reader.expression(part) for part in parts_of(pos))
+        # The factor includes the embedding's temperature, if there is one.
         formula = Formula(bias, weight, distance, theta, position)
         confirm(pos, formula)
     return formula
 
 
 def parts_of(pos: PositionalEmbedding) -> tuple[Callable[..., Tensor | None], ...]:
-    """Return two functions of (theta, distances d, positions i), for the bias and the factor."""
+    """Return two torch functions, which compute the embedding's bias and weight."""
+    # Both take theta, the distances and the positions. Both may return None.
     return pos.bias_at, pos.weight_at
 
 
 def assumed(low: float) -> dict[str, bool]:
-    """Return what sympy may assume about a parameter >= `low`, such as {"positive": True}."""
+    """Return sympy's assumptions about a parameter >= `low`, such as {"positive": True}."""
     if low < 0:
         return {"real": True}
     return {"positive": True} if low > 0 else {"nonnegative": True}
 
 
 def confirm(pos: PositionalEmbedding, formula: Formula) -> None:
-    """Check that `formula`, which was read from `pos` at a few inputs, is correct at other inputs.
+    """Check that symbolic expressions compute the same as the embedding itself.
 
     Raises:
-        Unreadable: The formula and the embedding differ, or the formula cannot be evaluated.
+        Unreadable: The results differ, or the expressions cannot be computed.
     """
     import sympy
 
+    # Other inputs than those with which the formula was read.
     bias, weight = (x or default for x, default in ((formula.bias, 0), (formula.weight, 1)))
     shown = " and ".join(str(x) for x in (formula.bias, formula.weight) if x is not None)
     samples, s = Confirmation(pos), sympy.Symbol("s")
@@ -123,13 +129,10 @@ def confirm(pos: PositionalEmbedding, formula: Formula) -> None:
 
 
 def confirms_code(pos: PositionalEmbedding, functions: DeviceFunctions) -> bool:
-    """Return whether the device functions compute the same as the embedding `pos`.
-
-    Device functions without theta or with a layer of hidden units are not checked; the result is
-    true.
-    """
+    """Return whether generated Triton functions compute the same as the embedding itself."""
     from megatron.kernels.simulate import simulate
 
+    # Not checked.
     if functions.layer is not None or not functions.num_theta:
         return True
     with torch.inference_mode(False), torch.enable_grad(), torch.device("cpu"):
@@ -139,7 +142,12 @@ def confirms_code(pos: PositionalEmbedding, functions: DeviceFunctions) -> bool:
 
 @lru_cache(maxsize=128)  # `torch.compile` would compile every new function object again
 def torch_function(expression: sympy.Expr, arguments: tuple[sympy.Symbol, ...]) -> Callable:
-    """Return a function of `arguments` that evaluates the expression on broadcastable tensors."""
+    """Return a torch function that computes a sympy expression.
+
+    Args:
+        expression: The sympy expression.
+        arguments: The symbols that become the function's arguments, which are tensors.
+    """
     names = [symbol.name for symbol in arguments]
     scope = {"torch": torch, "inf": math.inf, "larger": larger}
     # without sympy, so that `torch.compile` can trace the function
@@ -147,13 +155,13 @@ def torch_function(expression: sympy.Expr, arguments: tuple[sympy.Symbol, ...]) 
 
 
 def larger(x: Any, y: Any, t: float) -> Tensor:
-    """Return max(x, y). Where x = y, x gets the share t of the gradient, and y the share 1 - t."""
+    """Return max(x, y). Where x = y, x gets the share t of the gradient, and y gets 1 - t."""
     first, second = torch.where(x < y, y, x), torch.where(y < x, x, y)
     return first if t == 1 else second if t == 0 else (first + second) / 2
 
 
 def torch_text(expression: Any) -> str:
-    """Return the sympy expression as Python code that calls torch."""
+    """Return Python code that computes a sympy expression by calls of torch."""
     if expression.is_number:
         return f"({float(expression)!r})"
     if expression.is_Symbol:

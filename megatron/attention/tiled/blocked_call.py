@@ -22,25 +22,26 @@ this condition. Therefore memory stays linear in T."""
 
 
 class BlockedCall:
-    """One attention call, divided into tiles, with its inputs converted to compute precision.
+    """One attention call, computed tile by tile on the CPU.
+
+    B is the batch size, H the number of heads, T of queries and S of keys. E is the head size.
 
     Args:
-        q_BHTE, k_BHSE, v_BHSE: The inputs, in any floating dtype. The results have the same dtype.
-        bias_HS: The bias b, which is added to the scores at distances 0 ... S-1. Its dtype is the
-            compute precision.
-        weight_HS: The factor w, by which the scores at distances 0 ... S-1 are multiplied, or None
-            if w is 1 everywhere.
-        decay_BHS: The decay c of each position, or None. c_i - c_j is added to the logit of query i
-            and key j.
-        sink_H: The logit of each head's null key (a key with the value 0), or None without a sink.
+        q_BHTE, k_BHSE, v_BHSE: The queries, the keys and the values, in any floating dtype.
+        bias_HS: The bias of the logits at distances 0 ... S-1. Its dtype is the dtype of all
+            computations.
+        weight_HS: Multiplies the query-key products at distances 0 ... S-1. None means 1.
+        decay_BHS: The sum c of all log-decays up to each position, or None. c_i - c_j is added to
+            the logit of query i and key j.
+        sink_H: The logit of each head's attention sink. None without a sink.
         starts_BT: The first key of each query's document, from the last query to the first. None if
             each sequence is one document.
-        seed: The seed of the dropout mask, a whole number, or None without dropout.
-        scale: The factor of the query-key products, usually 1/sqrt(head size).
+        seed: The seed of the dropout mask. None without dropout.
+        scale: The number that multiplies the query-key products, usually 1/sqrt(E).
         dropout_p: The probability of dropping a softmax weight.
-        window: The largest distance at which a query sees a key, or None. At longer distances, the
-            caller has set `bias_HS` to -inf.
-        row_bias: A bias that depends on the query's position, or None. It is added to `bias_HS`.
+        window: The largest distance at which a query sees a key, or None. `bias_HS` must be -inf
+            beyond it.
+        row_bias: A bias that depends on the query's position, or None.
     """
 
     def __init__(
@@ -87,10 +88,7 @@ class BlockedCall:
         return x_NXE.view(self.B, self.H, -1, self.E).to(self.out_dtype)
 
     def new_kept(self) -> Tensor | None:
-        """Return a buffer that keeps the attention probabilities for the backward pass, or None.
-
-        None means that the backward pass computes the probabilities again.
-        """
+        """Return a buffer for the attention probabilities, or None if it would be too large."""
         # With a factor w, the backward pass computes the query-key products again anyway. With a
         # sink, it also needs the sink's softmax weights.
         size = self.tiles[-1].start + self.tiles[-1].size
@@ -103,43 +101,31 @@ class BlockedCall:
         return self.q_NTE.new_empty(size)
 
     def allocate(self, count: int) -> list[Tensor]:
-        """Return `count` flat buffers, each large enough for any tile's scores.
-
-        Also allocate `self.scratch`, the memory for the results of `product`.
-        """
+        """Allocate buffers, each large enough for the scores of any tile."""
         most = max(tile.batch * tile.num_heads * tile.keys for tile in self.tiles)
+        # For the results of `product`.
         self.scratch = self.q_NTE.new_empty(most * self.E)
         size = max(tile.size for tile in self.tiles)
         return [self.q_NTE.new_empty(size) for _ in range(count)]
 
     def views(self, tile: QueryTile, buffers: list[Tensor], kept: Tensor | None) -> list[Tensor]:
-        """Return a view [sequences * heads, rows, keys] of each buffer, in the size of `tile`.
-
-        If `kept` (see `new_kept`) is not None, a view of the tile's part of `kept` comes first.
-        """
+        """Return views of the buffers in the shape of a tile's scores."""
         shape = tile.batch * tile.num_heads, tile.num_rows, tile.keys
         found = [buffer[: tile.size].view(shape) for buffer in buffers]
+        # The tile's part of the kept probabilities comes first.
         if kept is not None:
             found.insert(0, kept[tile.start : tile.start + tile.size].view(shape))
         return found
 
     def product(self, a_mXY: Tensor, b_mYE: Tensor) -> Tensor:
-        """Return the batched matrix product of `a_mXY` [m, X, Y] and `b_mYE` [m, Y, head size].
-
-        The product is stored in `self.scratch`, so the next call of this method overwrites it.
-        """
+        """Return a batched matrix product. The next call overwrites the result."""
         shape = a_mXY.shape[0], a_mXY.shape[1], self.E
         # a product into contiguous memory is several times faster than a product into a slice
         out_mXE = self.scratch[: shape[0] * shape[1] * shape[2]].view(shape)
         return torch.bmm(a_mXY, b_mYE, out=out_mXE)
 
     def probabilities(self, tile: QueryTile, out_mRn: Tensor, raw_mRn: Tensor | None) -> None:
-        """Write the attention probabilities of a tile into `out_mRn`.
-
-        `out_mRn` and `raw_mRn` are [sequences * heads, rows, keys]. `raw_mRn` is None if there is
-        no factor w. Otherwise, the scaled query-key products, not yet multiplied by w, are written
-        into `raw_mRn`.
-        """
+        """Write the attention probabilities of a tile into a buffer."""
         q_mRE = self.q_NTE[tile.items, tile.rows]
         k_mEn = self.k_NSE[tile.items, tile.seen].mT
         bias_HRn = self.bias.block(tile.heads, tile.num_rows, tile.keys)
@@ -150,6 +136,7 @@ class BlockedCall:
         else:
             assert self.weight is not None
             weight_HRn = self.weight.block(tile.heads, tile.num_rows, tile.keys)
+            # The backward pass needs the products before the factor w.
             torch.baddbmm(raw_mRn, q_mRE, k_mEn, beta=0.0, alpha=self.scale, out=raw_mRn)
             torch.addcmul(bias_HRn, raw_mRn.view(tile.shape), weight_HRn, out=out_BHRn)
         if self.row_bias is not None:
@@ -172,20 +159,19 @@ class BlockedCall:
             self.lse_NT[tile.items, tile.rows] = lse_mR
 
     def dropout_mask(self, tile: QueryTile, out_mRn: Tensor) -> Tensor:
-        """Write this tile's dropout mask of ones and zeros into `out_mRn`, and return it.
-
-        The mask depends only on the seed and the tile.
-        """
+        """Write a tile's dropout mask of ones and zeros into a buffer, and return it."""
         if out_mRn.is_meta:
             return out_mRn.bernoulli_(self.keep)
+        # So the mask depends only on the seed and the tile.
         generator = torch.Generator(out_mRn.device).manual_seed(self.seed + tile.index)
         return out_mRn.bernoulli_(self.keep, generator=generator)
 
     def forward(self, kept: Tensor | None, *, return_lse: bool = False) -> Any:
         """Return the attention output [batch, heads, queries, head size] in the inputs' dtype.
 
-        With `return_lse`, return the output and `lse` (see `backend.Backend`). If `kept` is not
-        None, store the attention probabilities in `kept` for the backward pass.
+        Args:
+            kept: A buffer in which to store the attention probabilities, or None.
+            return_lse: Whether to return (output, lse). lse is the log-sum-exp of each softmax.
         """
         if return_lse:
             self.lse_NT = torch.empty_like(self.q_NTE[..., 0])
@@ -207,11 +193,16 @@ class BlockedCall:
     def backward(
         self, grad_BHTE: Tensor, kept: Tensor | None, *, need_bias: bool, need_weight: bool
     ) -> tuple[Tensor | None, ...]:
-        """Return the gradients of q, k, v, the bias, the factor, the decay, the sink and theta.
+        """Return the gradients of all inputs, in a fixed order. They are None for absent inputs.
 
-        The gradients of q, k and v have the inputs' dtype. The gradients of the bias and the factor
-        are [heads, distances] in compute precision, or None if `need_bias` or `need_weight` is
-        false. Gradients of absent inputs are None.
+        The order is q, k, v, bias, weight, decay, sink. The last are the gradients of the
+        parameters of a bias that depends on the query's position.
+
+        Args:
+            grad_BHTE: The gradient of the output [batch, heads, queries, head size].
+            kept: The attention probabilities that `self.forward` stored, or None.
+            need_bias: Whether to compute the gradient of the bias.
+            need_weight: Whether to compute the gradient of the weight.
         """
         grad_NTE = self._flat(grad_BHTE).flip(1)
         if self.keep < 1.0:
@@ -263,10 +254,7 @@ class BlockedCall:
     def _softmax_backward(
         self, tile: QueryTile, probs_mRn: Tensor, ds_mRn: Tensor, *more: Tensor
     ) -> None:
-        """Turn `ds_mRn` from the gradient of the probabilities into the gradient of the scores.
-
-        If there is a sink, the last buffer of `more` is overwritten.
-        """
+        """Convert the gradient of a tile's probabilities to the gradient of its scores."""
         dlse_mR = None if self.dlse_NT is None else self.dlse_NT[tile.items, tile.rows]
         if self.sink is not None:
             self.sink.add_gradient(tile, probs_mRn, ds_mRn, more[-1], dlse_mR)
@@ -276,7 +264,7 @@ class BlockedCall:
             ds_mRn.addcmul_(probs_mRn, dlse_mR[..., None])
 
     def _gradients_of_terms(self) -> tuple[Tensor | None, ...]:
-        """Return the gradients of the decay, the sink and theta, summed over all tiles."""
+        """Return the gradients of the decay, the sink and the positional bias."""
         dc_BHS = ds_H = None
         if self.decay is not None:
             if self.dlse_NT is not None:

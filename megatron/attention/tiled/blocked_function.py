@@ -20,7 +20,7 @@ from megatron.attention.tiled.row_bias import RowBias
 
 
 def arguments_of(call: Call) -> tuple[tuple[Tensor | None, ...], tuple]:
-    """Return the arguments of `run` for one call of attention."""
+    """Convert an attention call to the arguments of an autograd function."""
     q_BHTE, k_BHSE, v_BHSE = call.q_BHTE, call.k_BKSE, call.v_BKSE
     heads, keys, device = q_BHTE.shape[1], k_BHSE.shape[2], q_BHTE.device
     dtype = torch.promote_types(q_BHTE.dtype, torch.float32)
@@ -51,20 +51,17 @@ def arguments_of(call: Call) -> tuple[tuple[Tensor | None, ...], tuple]:
 
 
 def run(inputs: tuple[Tensor | None, ...], others: tuple) -> Any:
-    """Return the attention output, or (output, lse) if `return_lse` is true.
-
-    Args:
-        inputs: The arguments `q_BHTE` to `seed` of `BlockedCall`, theta_HN and positions_BT. The
-            last two are None unless the bias depends on the query's position.
-        others: (scale, dropout_p, window, embedding, return_lse).
-    """
+    """Return the output of attention computed tile by tile, or (output, lse)."""
+    # `inputs` are the tensors `q_BHTE` to `seed` of `BlockedCall`, then theta and the positions
+    # of the queries, which only some biases need. `others` are (scale, dropout_p, window, pos,
+    # return_lse).
     if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs):
         return _BlockedAttention.apply(*inputs, *others)
     return _call(inputs, others).forward(None, return_lse=others[-1])
 
 
 def _call(inputs: Sequence[Any], others: Sequence[Any]) -> BlockedCall:
-    """Return the `BlockedCall` for the arguments of `run`."""
+    """Prepare attention that is computed tile by tile."""
     *inputs, theta_HN, positions_BT = inputs
     *numbers, pos, _ = others
     row_bias = None
@@ -74,15 +71,11 @@ def _call(inputs: Sequence[Any], others: Sequence[Any]) -> BlockedCall:
 
 
 class _BlockedAttention(torch.autograd.Function):
-    """Autograd function of blocked attention.
-
-    For the backward pass, it saves its inputs. It also saves the attention probabilities if they
-    need little memory (see `BlockedCall.new_kept`).
-    """
+    """Autograd function of attention that is computed tile by tile."""
 
     @staticmethod
     def forward(ctx: Any, *arguments: Any) -> Any:
-        """Return what `run(inputs, others)` returns. `arguments` are `(*inputs, *others)`."""
+        """Compute the output, and save what the backward pass needs."""
         inputs, ctx.others = arguments[:11], arguments[11:]
         call = _call(inputs, ctx.others)
         kept = call.new_kept()

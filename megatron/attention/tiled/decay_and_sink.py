@@ -30,42 +30,33 @@ from megatron.attention.tiled.tiles import QueryTile
 
 
 def softmax(scores_mRn: Tensor) -> Tensor:
-    """Turn the scores of a tile into their softmax, in place. Return lse [sequences * heads, rows].
-
-    lse is the natural logarithm of each softmax's denominator.
-    """
+    """Replace the scores of a tile by their softmax, in place, and return their log-sum-exp."""
     highest_mR = scores_mRn.amax(-1)
     torch.softmax(scores_mRn, dim=-1, out=scores_mRn)
     return highest_mR - scores_mRn.amax(-1).log()  # the largest probability is exp(highest - lse)
 
 
 class Decay:
-    """The decay c of one attention call, and the gradient of c.
+    """The decay c of one attention call, as of a forget gate, and the gradient of c.
 
-    c_i - c_j is added to the logit of query i and key j. `grad_NS` [batch * heads, keys] is the
-    gradient of c, summed over the tiles so far.
+    c_i - c_j is added to the logit of query i and key j.
 
     Args:
-        c_BHS: The decay c of each position.
-        dtype: The compute precision.
+        c_BHS: The sum of all log-decays up to each position [batch, heads, keys].
+        dtype: The dtype in which attention is computed.
     """
 
     def __init__(self, c_BHS: Tensor, dtype: torch.dtype):
         self.c_NS, self.dtype = c_BHS.double().flatten(0, 1), dtype
+        # [batch * heads, keys], summed over the tiles processed so far.
         self.grad_NS = torch.zeros_like(self.c_NS)
 
     def of_keys(self, tile: QueryTile) -> Tensor:
-        """Return c_j - c_m for all keys j of the tile, [sequences * heads, 1, keys].
-
-        c is the decay, and m is the position of the query in the middle row of the tile.
-        """
+        """Return the decay at the tile's keys, relative to the middle query of the tile."""
         return self._relative(tile, tile.seen)[:, None]
 
     def of_rows(self, tile: QueryTile) -> Tensor:
-        """Return c_i - c_m for all query rows i of the tile, [sequences * heads, rows].
-
-        c is the decay, and m is the position of the query in the middle row of the tile.
-        """
+        """Return the decay at the tile's queries, relative to the middle query of the tile."""
         keys = self.c_NS.shape[1]
         return self._relative(tile, slice(keys - tile.rows.stop, keys - tile.rows.start)).flip(1)
 
@@ -75,38 +66,27 @@ class Decay:
         return (c_mX - self.c_NS[tile.items, middle, None]).to(self.dtype)
 
     def add_gradient(self, tile: QueryTile, ds_mRn: Tensor) -> None:
-        """Add one tile's part of the decay's gradient to `grad_NS`.
-
-        Args:
-            ds_mRn: The gradient of the tile's scores.
-        """
+        """Add one tile's part of the decay's gradient."""
         self.grad_NS[tile.items, tile.seen] -= ds_mRn.sum(1)
 
 
 class NullKey:
-    """The sink of one attention call, which adds a null key with the value 0 to each softmax.
-
-    `weight_NT` [batch * heads, queries] holds the null key's softmax weight for each query.
-    `grad_NT`, of the same shape, holds the gradient of the null key's logit. Both are filled tile
-    by tile.
+    """The attention sink of one call: an additional key with the value 0.
 
     Args:
-        sink_H: The logit of each head's null key, without the decay.
-        q_NTE: The queries. Only their shape and dtype are used.
+        sink_H: The logit of each head's sink.
+        q_NTE: The queries [batch * heads, queries, head size]. Only their shape and dtype are used.
         decay: The decay of the call, or None.
     """
 
     def __init__(self, sink_H: Tensor, q_NTE: Tensor, decay: Decay | None):
+        # Below, for each query: the sink's softmax weight, and the gradient of its logit.
         self.sink_N1 = sink_H.to(q_NTE.dtype).repeat(len(q_NTE) // len(sink_H))[:, None]
         self.weight_NT, self.grad_NT = (torch.zeros_like(q_NTE[..., 0]) for _ in range(2))
         self.decay = decay
 
     def softmax(self, tile: QueryTile, scores_mRn: Tensor) -> Tensor:
-        """Turn the scores of a tile into attention probabilities, in place. Return lse.
-
-        lse [sequences * heads, rows] is the natural logarithm of each softmax's denominator. The
-        softmax includes the null key, and `weight_NT` stores the null key's weights.
-        """
+        """Replace the scores of a tile by their softmax, in place, and return their log-sum-exp."""
         null_mR = self.sink_N1[tile.items]
         if self.decay is not None:
             null_mR = null_mR - self.decay.of_rows(tile)
@@ -124,14 +104,8 @@ class NullKey:
         spare_mRn: Tensor,
         dlse_mR: Tensor | None,
     ) -> None:
-        """Store the gradient of the null key's logit in `grad_NT`, for each row of a tile.
-
-        Args:
-            probs_mRn: The attention probabilities.
-            dprobs_mRn: The gradient of `probs_mRn`.
-            spare_mRn: A buffer in the shape of `probs_mRn`, which is overwritten.
-            dlse_mR: The gradient of lse, or None if it is 0.
-        """
+        """Store the gradient of the sink's logit for each query of a tile."""
+        # `dlse_mR` is the gradient of the log-sum-exp, or None if it is 0.
         delta_mR = torch.mul(probs_mRn, dprobs_mRn, out=spare_mRn).sum(-1)
         delta_mR = delta_mR if dlse_mR is None else delta_mR - dlse_mR
         self.grad_NT[tile.items, tile.rows] = -self.weight_NT[tile.items, tile.rows] * delta_mR

@@ -16,27 +16,23 @@ from megatron.positional import PositionalEmbedding
 
 
 class RowBias:
-    """The bias of one attention call, if the bias depends on the query's position.
-
-    The bias is computed for one tile of the scores at a time. `grad_HN` is the gradient of theta,
-    summed over the tiles so far.
+    """A bias that depends on the query's position, and the gradient of its parameters.
 
     Args:
-        theta_HN: The parameters theta of the distance kernel.
-        positions_BT: The position of each query in its document, [B or 1, T]. The queries are in
-            reversed order.
-        keys: The number S of keys.
+        pos: The positional embedding.
+        theta_HN: The embedding's parameters [heads, parameters].
+        positions_BT: The position of each query in its document [batch or 1, queries], from the
+            last query to the first.
+        keys: The number of keys.
     """
 
     def __init__(self, pos: PositionalEmbedding, theta_HN: Tensor, positions_BT: Tensor, keys: int):
         self.pos, self.theta_HN, self.positions_BT, self.keys = pos, theta_HN, positions_BT, keys
+        # Summed over the tiles processed so far.
         self.grad_HN = torch.zeros_like(theta_HN)
 
     def _values(self, tile: QueryTile, theta_hN: Tensor) -> Tensor:
-        """Return the bias of a tile, [sequences or 1, heads, query rows, keys].
-
-        `theta_hN` has the parameters of the tile's heads.
-        """
+        """Return the bias of a tile, [sequences or 1, heads, queries, keys]."""
         device = theta_hN.device
         row_R = torch.arange(tile.rows.start, tile.rows.stop, device=device)
         key_n = torch.arange(tile.seen.start, tile.seen.stop, device=device)

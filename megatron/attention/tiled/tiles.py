@@ -23,22 +23,20 @@ limit reduces the number R of rows."""
 
 @dataclass(frozen=True)
 class QueryTile:
-    """A tile of the scores: some query rows, and the keys from the first to the last that they see.
+    """Some queries of some heads, and the keys that they see.
 
-    A tile covers either some heads of one sequence, or all heads of several sequences.
+    A tile has all heads of several sequences, or some heads of one sequence.
 
     Attributes:
-        index: The number of the tile in the order of `walk`. It determines the tile's dropout mask.
-        start: The offset of the tile in a buffer that holds the scores of all tiles.
+        index: The number of the tile, counted from 0.
+        start: The number of scores in all earlier tiles.
         batch: The number of sequences in the tile.
-        heads: The tile's heads, as a slice of the H heads.
-        items: The pairs of sequence and head, as a slice of the flattened dimension B H.
-        rows: The query rows, as a slice of the T queries in reversed order. Index 0 is the last
-            query.
-        first: The index of the tile's first key. None of the rows sees an earlier key.
-        keys: The number n of keys, from `first` on. The last of these keys is at the position of
-            the tile's latest query.
-        mixed: Whether the rows belong to several documents, so that scores need a mask.
+        heads: The tile's heads.
+        items: The tile's pairs of sequence and head, as a slice of all pairs.
+        rows: The tile's queries, counted from the last query of a sequence to its first.
+        first: The tile's first key.
+        keys: The number of keys, up to the position of the latest query.
+        mixed: Whether the queries belong to several documents, so that scores need a mask.
     """
 
     index: int
@@ -61,12 +59,12 @@ class QueryTile:
 
     @property
     def seen(self) -> slice:
-        """The tile's keys, as a slice of the S keys."""
+        """The tile's keys, as a slice of all keys."""
         return slice(self.first, self.first + self.keys)
 
     @property
     def shape(self) -> tuple[int, int, int, int]:
-        """The shape [batch, heads, rows, keys] of the tile's scores."""
+        """The shape [batch, heads, queries, keys] of the tile's scores."""
         return self.batch, self.num_heads, self.num_rows, self.keys
 
     @property
@@ -76,10 +74,7 @@ class QueryTile:
 
 
 def block_rows(queries: int, keys: int) -> int:
-    """Return the number of query rows of a tile, usually 32 to 128.
-
-    The number is smaller if there are fewer queries or very many keys.
-    """
+    """Return the number of queries in a tile, usually 32 to 128."""
     # two tiles or more, so that early queries skip the keys that only later queries see
     rows = min(max(MIN_ROWS, -(-queries // 2)), MAX_ROWS)
     return max(1, min(rows, queries, MAX_ROW_ELEMENTS // keys))
@@ -98,9 +93,12 @@ def walk(
     The last query must be at the position of the last key.
 
     Args:
-        starts: For each sequence, the first key of the document of each query. The queries are in
-            reversed order, so these numbers never rise. None means that each sequence is one
-            document.
+        batch: The number of sequences.
+        heads: The number of heads.
+        queries: The number of queries in a sequence.
+        keys: The number of keys in a sequence.
+        starts: For each sequence, the first key of each query's document, from the last query to
+            the first. None means that each sequence is one document.
         window: The largest distance at which a query sees a key. None means any distance.
     """
     rows = block_rows(queries, keys)
@@ -128,7 +126,8 @@ def walk(
 def _strips(
     rows: int, keys: int, starts: list[int], window: int
 ) -> list[tuple[slice, int, int, bool]]:
-    """Return the tiles of one head as tuples (rows, first, keys, mixed); see `QueryTile`."""
+    """Divide the queries of one head into tiles."""
+    # The attributes `rows`, `first`, `keys` and `mixed` of `QueryTile`, for each tile.
     strips, r = [], 0
     while r < len(starts):
         end = min(r + rows, len(starts))

@@ -31,12 +31,12 @@ from torch import Tensor
 
 
 class DistanceVector:
-    """The values of a bias or a factor at distances 0 ... S-1. `block` views them as a matrix.
+    """A vector over query-key distances, which can be viewed as a matrix of queries and keys.
 
     Args:
-        values_HS: The values at distances 0 ... S-1.
-        max_rows: The largest number of rows of a block.
-        future: The value at negative distances.
+        values_HS: The values at distances 0 ... S-1, [heads, S].
+        max_rows: The largest number of queries in a matrix.
+        future: The value at negative distances, that is, for future keys.
     """
 
     def __init__(self, values_HS: Tensor, max_rows: int, future: float):
@@ -47,26 +47,25 @@ class DistanceVector:
         self.padded_HX = padded_HX.contiguous()
 
     def block(self, heads: slice, rows: int, keys: int) -> Tensor:
-        """Return the value for each pair of a query and a key, as a view [heads, rows, keys].
+        """Return the value for each pair of query and key, as a view [heads, queries, keys].
 
-        The last query is at the position of the last key. The rows are in reversed order.
+        The last query is at the position of the last key. It comes first in the view.
         """
         some_HX = self.padded_HX[heads, self.length - keys :]
         return some_HX.as_strided((some_HX.shape[0], rows, keys), (some_HX.stride(0), 1, 1))
 
 
 def add_diagonal_sums(reversed_HS: Tensor, matrix_BHRn: Tensor) -> None:
-    """Add the entries of a block of scores at each query-key distance to `reversed_HS`.
-
-    The sums also run over the batch. The order of summation depends only on the shapes, so the
-    result is repeatable bit for bit.
+    """Sum a matrix of queries and keys over all entries at the same distance, and add the result.
 
     Args:
-        reversed_HS: The sums so far, updated in place. Entry S - 1 - d belongs to distance d.
-        matrix_BHRn: The block, contiguous, with query rows in reversed order and at most as many
-            rows as keys. Entries for future keys must be exactly 0.
+        reversed_HS: The sums so far [heads, S], changed in place. Index S - 1 - d belongs to
+            distance d.
+        matrix_BHRn: A contiguous tensor [batch, heads, queries, keys], with 0 at future keys. The
+            last query comes first.
     """
     matrix_HRn = matrix_BHRn[0] if len(matrix_BHRn) == 1 else matrix_BHRn.sum(0)
+    # The order of summation depends only on the shapes, so the result is repeatable bit for bit.
     heads, rows, keys = matrix_HRn.shape
     first = reversed_HS.shape[1] - keys
     reversed_HS[:, first] += matrix_HRn[:, 0, 0]

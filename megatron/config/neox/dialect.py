@@ -41,15 +41,14 @@ def translate(settings: Settings) -> Translation:
     keys_read_together.read_width(others, out)
     keys_read_together.read_vocabulary(out)
     keys_read_together.read_attention(others, out)
+    keys_read_together.read_curriculum(others, out)
     keys_read_together.note_dape(out)
     return out
 
 
 def _by_key(settings: Settings) -> dict[str, Given]:
-    """Return `settings` as a dict with dotted keys, such as "fp16.enabled".
-
-    A key in `OPAQUE`, such as `theta_init`, keeps its whole mapping as one value.
-    """
+    """Return `settings` as a dict with dotted keys, such as "fp16.enabled"."""
+    # A key in `OPAQUE`, such as `theta_init`, keeps its whole mapping as one value.
     by_key: dict[str, Given] = {}
     for path, given in settings.items():
         lengths = (n for n in range(1, len(path)) if dotted(path[:n]) in OPAQUE)
@@ -66,10 +65,8 @@ def _by_key(settings: Settings) -> dict[str, Given]:
 
 
 def _sort_keys(by_key: dict[str, Given], out: Translation) -> dict[str, Given]:
-    """Translate every key that has a meaning by itself, and return the other known keys.
-
-    Values, notes and problems of the translated keys are added to `out`.
-    """
+    """Translate every key that can be translated alone, and return the other known keys."""
+    # Values, notes and problems of the translated keys are added to `out`.
     values = {key: given.value for key, given in by_key.items()}
     others: dict[str, Given] = {}
     reported: set[str] = set()
@@ -95,7 +92,8 @@ def _sort_keys(by_key: dict[str, Given], out: Translation) -> dict[str, Given]:
 
 
 def _refuse_both_schedulers(by_key: dict[str, Given], out: Translation) -> None:
-    """Add a problem if both `override_lr_scheduler` and `use_checkpoint_lr_scheduler` are true."""
+    """Add a problem if two keys demand different learning-rate schedulers."""
+    # These keys are `override_lr_scheduler` and `use_checkpoint_lr_scheduler`.
     name, other = "override_lr_scheduler", "use_checkpoint_lr_scheduler"
     if all(key in by_key and by_key[key].value is True for key in (name, other)):
         text = f"excludes {other}, but both are true; write only one of them"

@@ -15,13 +15,14 @@ from megatron.config.choices import LONG_PRECISIONS
 from megatron.config.errors import Mark
 from megatron.config.fields import flag, is_number, number, show
 from megatron.config.neox.translation import Translation
-from megatron.config.per_layer import layer_count, per_layer, values_of
+from megatron.config.per_layer import per_layer, problem_of, values_of
 from megatron.config.reader import Given
 from megatron.config.sections.model import ModelConfig
 
 KEYS = {
     "attention_config",
     "checkpoint_factor",
+    "curriculum_learning",
     "expansion_factor",
     "lr_decay_fraction",
     "fp16.enabled",
@@ -32,10 +33,9 @@ KEYS = {
 
 
 def read_precision(others: dict[str, Given], out: Translation) -> None:
-    """Read the precision from `precision`, `fp16: {enabled, type}` and `bf16: {enabled}`.
-
-    If these keys contradict each other, a problem is added to `out`.
-    """
+    """Set the precision from the keys `precision`, `fp16` and `bf16`."""
+    # `fp16` is {enabled, type}, and `bf16` is {enabled}. If these keys contradict each other, a
+    # problem is added to `out`.
     named: list[tuple[str, str, Mark]] = []  # (precision, key that sets it, place of that key)
     kind = others.get("fp16.type")
     half = "bf16" if kind and kind.value == "bfloat16" else "fp16"
@@ -64,11 +64,9 @@ def read_precision(others: dict[str, Given], out: Translation) -> None:
 
 
 def read_intervals(others: dict[str, Given], out: Translation) -> None:
-    """Read `checkpoint_factor` and `lr_decay_fraction`.
-
-    `checkpoint_factor` is GPT-NeoX's name for `save_interval`. `lr_decay_fraction` gives
-    `lr_decay_iters` as a fraction of `train_iters`.
-    """
+    """Translate GPT-NeoX's other keys for two intervals of steps."""
+    # `checkpoint_factor` is GPT-NeoX's name for `save_interval`. `lr_decay_fraction` gives
+    # `lr_decay_iters` as a fraction of `train_iters`.
     factor, interval = others.get("checkpoint_factor"), out.given.get("save_interval")
     if factor and interval and factor.value != interval.value:
         text = f"{show(factor.value)}, but save_interval at {interval.mark} is "
@@ -88,12 +86,13 @@ def read_intervals(others: dict[str, Given], out: Translation) -> None:
 
 
 def _is_sane(value: Any) -> bool:
-    """Return whether the value is a number within ±1e18, so that arithmetic with it cannot fail."""
+    """Return whether the value is a number from -1e18 to 1e18."""
+    # Arithmetic with it cannot fail.
     return is_number(value) and abs(value) < 1e18
 
 
 def read_width(others: dict[str, Given], out: Translation) -> None:
-    """Read `expansion_factor`, which sets intermediate_size as a multiple of hidden_size."""
+    """Set `intermediate_size` from `expansion_factor`, which is a multiple of `hidden_size`."""
     given, size = others.get("expansion_factor"), out.given.get("intermediate_size")
     hidden = out.given.get("hidden_size")
     if not given:
@@ -108,11 +107,9 @@ def read_width(others: dict[str, Given], out: Translation) -> None:
 
 
 def read_vocabulary(out: Translation) -> None:
-    """Make `make_vocab_size_divisible_by` a multiple of `model_parallel_size`.
-
-    The new value is the least common multiple of both values. If the new value differs from the
-    old one, add a note to `out`.
-    """
+    """Make `make_vocab_size_divisible_by` a multiple of `model_parallel_size`."""
+    # The new value is the least common multiple of these two keys' values. If the new value differs
+    # from the old one, a note is added to `out`.
     key = "make_vocab_size_divisible_by"
     ranks, given = out.given.get("model_parallel_size"), out.given.get(key)
     multiple = given.value if given else ModelConfig.model_fields[key].default
@@ -128,10 +125,8 @@ def read_vocabulary(out: Translation) -> None:
 
 
 def read_attention(others: dict[str, Given], out: Translation) -> None:
-    """Check that `attention_config` gives every layer attention over the full sequence.
-
-    If not, add a problem to `out`.
-    """
+    """Check that `attention_config` gives every layer attention over the full sequence."""
+    # If not, a problem is added to `out`.
     given = others.get("attention_config")
     if not given:
         return
@@ -142,18 +137,14 @@ def read_attention(others: dict[str, Given], out: Translation) -> None:
         checked = per_layer(str)(groups)
     except ValueError:
         checked = ()
-    layers = out.given.get("num_layers")
-    num_layers = layers.value if layers and isinstance(layers.value, int) else None
-    count = None if num_layers is None else layer_count(checked, num_layers)
-    types = sorted(values_of(checked))
-    refused = [each for each in types if each not in ("global", "flash")]
-    text = ""
+    num_layers = out.given["num_layers"].value if "num_layers" in out.given else None
+    types, text = sorted(values_of(checked)), None
     if not types:
         text = f"expected [[[types], layers], ...], got {given.value}"
-    elif refused:
+    elif refused := [each for each in types if each not in ("global", "flash")]:
         text = f"attention types {', '.join(refused)} are not built"
-    elif layers and count != num_layers:
-        text = f"names {count} layers, but num_layers is {num_layers} ({layers.mark})"
+    elif isinstance(num_layers, int):
+        text = problem_of(checked, num_layers)
     if text:
         write = f"write e.g. [[[global], {num_layers or 'all'}]], or drop it"
         out.problem(given.mark, "attention_config", f"{text}; {write}")
@@ -166,12 +157,37 @@ def read_attention(others: dict[str, Given], out: Translation) -> None:
     )
 
 
-def note_dape(out: Translation) -> None:
-    """Add a note if `pos_emb` is `kerple`, which is what DAPE's code calls `kerple_log`.
+def read_curriculum(others: dict[str, Given], out: Translation) -> None:
+    """Read `curriculum_learning`, DeepSpeed's schedule of the length, as `curriculum`.
 
-    The note warns that DAPE trains separate parameters in each layer, whereas here all layers share
-    the parameters by default.
+    If the lengths do not rise at given steps (`fixed_discrete`), add a problem to `out`.
     """
+    given, key = others.get("curriculum_learning"), "curriculum_learning"
+    if not given or (isinstance(given.value, dict) and not given.value.get("enabled")):
+        return
+    kind = stages = None
+    try:
+        kind = given.value.get("curriculum_type", "seqlen"), given.value["schedule_type"]
+        schedule = given.value["schedule_config"]
+        stages = [*zip([0, *schedule["max_step"]], schedule["difficulty"], strict=True)]
+    except (AttributeError, KeyError, TypeError, ValueError):
+        pass  # reported below
+    if kind != ("seqlen", "fixed_discrete") or not stages or "curriculum" in out.given:
+        text = "only curriculum_type seqlen with schedule_type fixed_discrete is built, with the "
+        text += "lists difficulty and max_step, because the lengths of other schedules do not "
+        text += "divide seq_length; write curriculum: [[0, 128], [5000, 512]] instead"
+        out.problem(given.mark, key, text)
+        return
+    out.given["curriculum"] = Given(stages, given.mark)
+    out.notes.append(
+        f"{key}: curriculum is {[*map(list, stages)]}; GPT-NeoX drops the rest of each sequence, "
+        "and here a step reads all of its tokens in shorter sequences"
+    )
+
+
+def note_dape(out: Translation) -> None:
+    """Add a note that DAPE's `kerple` has separate parameters in each layer."""
+    # `kerple` is DAPE's name of `kerple_log`. Here, all layers share the parameters by default.
     given = out.given.get("pos_emb")
     if given and "kerple" in re.split(r"\W+", str(given.value).lower()):
         out.notes.append(

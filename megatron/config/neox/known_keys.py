@@ -26,7 +26,7 @@ OPAQUE = (
     OFFLOAD_KEYS
     | frozenset(NO_EFFECT)
     | frozenset(REFUSED)
-    | {"pos_emb_options", "rope_scaling", "task_options", "theta_init"}
+    | {"curriculum_learning", "pos_emb_options", "rope_scaling", "task_options", "theta_init"}
 )
 
 _TOP_LEVEL = frozenset(key.split(".")[0] for key in KNOWN_KEYS)
@@ -39,11 +39,9 @@ def _members(group: str) -> set[str]:
 
 
 def unknown_name(key: str) -> str:
-    """Return the name under which an unknown dotted `key` is reported.
-
-    The name is all of `key` if the part before the first dot is known. Otherwise the name is only
-    that part.
-    """
+    """Return the name under which an unknown dotted `key` is reported."""
+    # If the part before the first dot is a known key, return `key`. Otherwise, return only this
+    # part.
     top = key.partition(".")[0]
     return key if top in _TOP_LEVEL else top
 

@@ -34,9 +34,13 @@ _KEYS: dict[str, str] = {
         log_grad_pct_zeros log_optimizer_states log_gradient_noise_scale
         gradient_noise_scale_n_batches gradient_noise_scale_cpu_offload git_hash config_files
     """,
-    "text generation does not read it yet": """
-        text_gen_type precompute_model_name temperature top_p top_k return_logits
-        maximum_tokens prompt_end sample_input_file sample_output_file num_samples recompute
+    "generate.py has options instead: --prompts, --interactive, --num-samples, --max-new-tokens, "
+    "--temperature, --top-p and --top-k; the text goes to standard output": """
+        text_gen_type temperature top_p top_k maximum_tokens sample_input_file
+        sample_output_file num_samples
+    """,
+    "text generation does not read it": """
+        precompute_model_name return_logits prompt_end recompute
     """,
     "only for mamba layers, which are refused": """
         mamba_selective_scan_fusion mamba_causal_conv_fusion mamba_inner_func_fusion

@@ -23,14 +23,16 @@ _LEAVE = "leave it out"
 
 @dataclass(frozen=True)
 class Refusal:
-    """Why a config key is refused, and which of its values are accepted nevertheless.
+    """The reason why a config key is refused, and the values of the key that are still accepted.
 
     Attributes:
         reason: Why the key is refused.
         instead: What the user should write instead.
-        harmless: A function of (value of the key, all settings). It returns True if the value is
-            accepted because it has no effect.
+        harmless: A function of (value of the key, all settings). It returns whether the value is
+            accepted.
     """
+
+    # A harmless value is accepted because it has no effect.
 
     reason: str
     instead: str
@@ -74,10 +76,13 @@ _FALSE = _equals(False)
 
 
 def _refuse(keys: str, reason: str, instead: str = "false", harmless: _Test = _FALSE) -> None:
-    """Add `Refusal(reason, instead, harmless)` to `REFUSED` for each key in `keys`.
+    """Add a `Refusal` for each key in `keys`.
 
     Args:
         keys: Config keys, separated by spaces.
+        reason: Why the keys are refused.
+        instead: What the user should write instead.
+        harmless: A function that returns whether a value is accepted.
     """
     REFUSED.update(dict.fromkeys(keys.split(), Refusal(reason, instead, harmless)))
 
@@ -144,7 +149,7 @@ _refuse(
 )
 _refuse("min_scale", "DeepSpeed reads it inside fp16", "fp16: {min_loss_scale: ...}", _never)
 _refuse(
-    "amp autotuning elasticity curriculum_learning data_efficiency compression_training checkpoint",
+    "amp autotuning elasticity data_efficiency compression_training checkpoint",
     "this feature of DeepSpeed is not used",
     _LEAVE,
     _disabled,

@@ -16,11 +16,14 @@ class Translation:
 
     Attributes:
         given: Maps the name of a field to its value and the place where the value is written.
-        inner: Maps "FIELD.ENTRY" to the place where the entry ENTRY is written. The value of the
-            field FIELD is a mapping, such as `theta_init`.
+        inner: Maps the dotted name of an entry, such as "theta_init.bias_p", to the place where it
+            is written.
         notes: Remarks for the user about accepted keys, for example that a key has no effect.
         problems: The errors in the keys and values.
     """
+
+    # `inner` has the name FIELD.ENTRY for each entry ENTRY of a field FIELD whose value is a
+    # mapping.
 
     given: dict[str, Given] = field(default_factory=dict)
     inner: dict[str, Mark] = field(default_factory=dict)

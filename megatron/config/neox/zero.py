@@ -34,9 +34,11 @@ SWITCH_KEYS = frozenset(f"zero_optimization.{key}" for key in (*_OPTIONS, *_NO_E
 
 
 def read_zero(others: dict[str, Given], out: Translation) -> None:
-    """Read the keys inside `zero_optimization`, except `stage`.
+    """Read DeepSpeed's settings in `zero_optimization`.
 
-    If `zero_optimization` is given without `stage`, the stage is 0, as in DeepSpeed.
+    Args:
+        others: The settings of the file by name.
+        out: The result, to which the settings are added.
     """
     group = {k.partition(".")[2]: g for k, g in others.items() if k.startswith("zero_optimization")}
     passed: dict[str, Any] = {}
@@ -54,6 +56,7 @@ def read_zero(others: dict[str, Given], out: Translation) -> None:
             if value is not None:
                 passed[key] = value
                 out.inner[f"zero.{key}"] = given.mark
+    # As in DeepSpeed, the stage is 0 if it is not given.
     if group:
         mark = next(iter(group.values())).mark
         out.given.setdefault("zero_stage", Given(0, mark))

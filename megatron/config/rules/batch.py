@@ -15,16 +15,15 @@ _SIZES = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumu
 
 
 def derive_batch_sizes(values: Values) -> Iterator[Found]:
-    """Fill in the batch sizes that are None. If that is impossible, yield the problem.
+    """Compute the batch sizes that are None. If that is impossible, yield the problem.
 
     The sizes must be whole numbers that fulfil this equation:
 
         train_batch_size = train_micro_batch_size_per_gpu x gradient_accumulation_steps x
                            data_parallel_size
-
-    The config must give the train batch size or the micro-batch size. If the given sizes do not
-    determine the number of accumulation steps, this number becomes 1.
     """
+    # The config must give the train batch size or the micro-batch size. If the given sizes do not
+    # determine the number of accumulation steps, this number becomes 1.
     total, micro, steps = _SIZES
     if not all(name in values for name in (*_SIZES, "data_parallel_size")):
         return

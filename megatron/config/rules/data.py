@@ -11,14 +11,13 @@ _SPLITS = ("train", "valid", "test")
 
 @relation(*(f"{split}_data_{kind}" for kind in ("paths", "weights") for split in _SPLITS))
 def _blended(*given: tuple) -> Found | None:
-    """Return a problem if `*_data_paths` and `*_data_weights` break GPT-NeoX's rules.
-
-    Paths must be given for all three splits (train, valid, test) or for none. If a split has
-    weights, it must have one weight for each path.
+    """Return a problem if the paths or weights of the splits break GPT-NeoX's rules.
 
     Args:
         given: The paths of the three splits, then the weights of the three splits.
     """
+    # Paths must be given for all three splits (train, valid, test) or for none. If a split has
+    # weights, it must have one weight for each path.
     paths, weights = given[:3], given[3:]
     if any(paths) and not all(paths):
         missing = [f"{split}_data_paths" for split, p in zip(_SPLITS, paths, strict=True) if not p]

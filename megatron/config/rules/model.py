@@ -59,37 +59,22 @@ def _inner_width(activation: str, intermediate: int, multiple: int) -> Found | N
         return "intermediate_size", f"{text}; write at least 3"
 
 
-@relation(
-    "num_layers",
-    "hidden_size",
-    "num_attention_heads",
-    "head_dim",
-    "intermediate_size",
-    "make_vocab_size_divisible_by",
-    "pos_emb",
-    "max_position_embeddings",
-    "rpe_num_buckets",
-)
+@relation()
 def _model_size(
-    layers: int,
-    hidden: int,
-    heads: int,
-    size: int,
-    intermediate: int,
-    vocabulary: int,
-    pos_emb: Any,
-    rows: int,
-    buckets: int,
-) -> Found | None:
-    if layers > MOST_LAYERS:
-        return "num_layers", f"{layers} is above {MOST_LAYERS:,}; write a smaller number"
+    num_layers: int, hidden_size: int, num_attention_heads: int, head_dim: int,
+    intermediate_size: int, make_vocab_size_divisible_by: int, pos_emb: Any,
+    max_position_embeddings: int, rpe_num_buckets: int,
+) -> Found | None:  # fmt: skip
+    if num_layers > MOST_LAYERS:
+        return "num_layers", f"{num_layers} is above {MOST_LAYERS:,}; write a smaller number"
+    in_all_layers, terms = num_layers * hidden_size, terms_of(pos_emb)
     parameters = {
-        "hidden_size": 12 * layers * hidden**2,
-        "head_dim": 4 * layers * hidden * heads * size,
-        "make_vocab_size_divisible_by": vocabulary * hidden,
-        "max_position_embeddings": rows * hidden if "learned" in terms_of(pos_emb) else 0,
-        "rpe_num_buckets": buckets if "rpe" in terms_of(pos_emb) else 0,
-        "intermediate_size": layers * hidden * intermediate,
+        "hidden_size": 12 * in_all_layers * hidden_size,
+        "head_dim": 4 * in_all_layers * num_attention_heads * head_dim,
+        "make_vocab_size_divisible_by": make_vocab_size_divisible_by * hidden_size,
+        "max_position_embeddings": hidden_size * max_position_embeddings * ("learned" in terms),
+        "rpe_num_buckets": rpe_num_buckets * ("rpe" in terms),
+        "intermediate_size": in_all_layers * intermediate_size,
     }
     for name, count in parameters.items():
         if count > MOST_NUMBERS:

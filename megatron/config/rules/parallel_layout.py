@@ -17,20 +17,18 @@ _DEGREES = ("pipe_parallel_size", "model_parallel_size", "context_parallel_size"
 
 
 def factors(values: Values) -> str:
-    """Format the degrees of parallelism as a product, for error messages.
+    """Return the degrees of parallelism as the text of a product, for error messages.
 
-    For example, `pipe_parallel_size 1 x model_parallel_size 2`. Context parallelism is included
-    only if its degree is above 1.
+    For example, `pipe_parallel_size 1 x model_parallel_size 2`.
     """
+    # Context parallelism is included only if its degree is above 1.
     named = [f"{name} {values[name]}" for name in _DEGREES]
     return " x ".join(named if values["context_parallel_size"] > 1 else named[:2])
 
 
 def derive_data_parallel_size(values: Values) -> Iterator[Found]:
-    """Set `data_parallel_size` in `values`. If that is impossible, yield the reason.
-
-    The number of processes must be a multiple of the product of the other degrees of parallelism.
-    """
+    """Set `data_parallel_size` in `values`. If that is impossible, yield the reason."""
+    # The product of the other degrees of parallelism must divide the number of processes.
     values.pop("data_parallel_size", None)  # the default
     if any(name not in values for name in _DEGREES):
         return
@@ -115,15 +113,21 @@ def _context(stages: int, tensor: int, context: int, heads: int) -> Found | None
         )
 
 
-@relation("sequence_parallel", "context_parallel_size", "model_parallel_size", "seq_length")
-def _sequence(sequence_parallel: bool, context: int, tensor: int, length: int) -> Found | None:
+@relation(
+    "sequence_parallel", "context_parallel_size", "model_parallel_size", "seq_length", "curriculum"
+)
+def _sequence(
+    sequence_parallel: bool, context: int, tensor: int, whole: int, stages: tuple
+) -> Found | None:
     shards = context * (tensor if sequence_parallel else 1)
-    if length % shards:
+    lengths = [("seq_length", whole), *(("curriculum", length) for _, length in stages)]
+    name, length = next((each for each in lengths if each[1] % shards), ("", 0))
+    if name:
         how = f"context_parallel_size {context}"
         if sequence_parallel:
             how += f" x model_parallel_size {tensor} (sequence_parallel)"
         text = f"{length} cannot be split into {how} = {shards} equal shards"
-        return "seq_length", f"{text}; write e.g. {-(-length // shards) * shards}"
+        return name, f"{text}; write e.g. {-(-length // shards) * shards}"
 
 
 @relation("type", "model_parallel_size", "zero_stage")

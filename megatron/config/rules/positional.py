@@ -9,17 +9,12 @@ from megatron.config.choices import terms_of
 from megatron.config.per_layer import problem_of
 from megatron.config.rules.relation import Found, relation
 
+for _key in ("pos_emb", "sliding_window_width"):
 
-@relation("pos_emb", "num_layers")
-def _pos_emb_per_layer(pos_emb: Any, num_layers: int) -> Found | None:
-    if problem := problem_of(pos_emb, num_layers):
-        return "pos_emb", problem
-
-
-@relation("sliding_window_width", "num_layers")
-def _width_per_layer(width: Any, num_layers: int) -> Found | None:
-    if problem := problem_of(width, num_layers):
-        return "sliding_window_width", problem
+    @relation(_key, "num_layers")
+    def _per_layer(value: Any, num_layers: int, key: str = _key) -> Found | None:
+        if problem := problem_of(value, num_layers):
+            return key, problem
 
 
 @relation("reset_position_ids", "reset_attention_mask")
@@ -75,30 +70,14 @@ def _sinusoidal(pos_emb: Any, hidden: int) -> Found | None:
         return "hidden_size", f"{text}; write {hidden + 1}"
 
 
-@relation(
-    "pos_emb",
-    "max_position_embeddings",
-    "opt_pos_emb_offset",
-    "random_positions",
-    "seq_length",
-    "seq_length_val",
-    "eval_lengths",
-)
+@relation()
 def _learned(
-    pos_emb: Any,
-    rows: int,
-    offset: int,
-    drawn: int,
-    seq: int,
-    seq_val: int,
-    lengths: tuple[int, ...],
-) -> Found | None:
-    asked = {
-        "random_positions": drawn,
-        "seq_length": seq,
-        "seq_length_val": seq_val,
-        "eval_lengths": max(lengths, default=0),
-    }
+    pos_emb: Any, max_position_embeddings: int, opt_pos_emb_offset: int, random_positions: int,
+    seq_length: int, seq_length_val: int, eval_lengths: tuple[int, ...],
+) -> Found | None:  # fmt: skip
+    asked = {"random_positions": random_positions, "seq_length": seq_length}
+    asked |= {"seq_length_val": seq_length_val, "eval_lengths": max(eval_lengths, default=0)}
+    rows, offset = max_position_embeddings, opt_pos_emb_offset
     name = next((name for name, length in asked.items() if length + offset > rows), None)
     if "learned" in terms_of(pos_emb) and name is not None:
         shifted = f" + opt_pos_emb_offset {offset}" if offset else ""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from inspect import signature
 from typing import Any
 
 Values = dict[str, Any]
@@ -16,15 +17,16 @@ _RELATIONS: list[tuple[tuple[str, ...], bool, Relation]] = []
 def relation(*names: str, unset: bool = False) -> Callable[[Relation], Relation]:
     """Return a decorator that registers a function as a rule for the fields `names`.
 
-    The function takes the values of these fields. If the values do not fit together, the function
-    returns (field name, error message), otherwise None.
+    The function takes the values of these fields. It returns None if they fit together, otherwise
+    (field name, error message).
 
     Args:
+        names: The fields. Without names, they are the fields that the function's parameters name.
         unset: Whether the rule also applies if a field is None.
     """
 
     def register(function: Relation) -> Relation:
-        _RELATIONS.append((names, unset, function))
+        _RELATIONS.append((names or tuple(signature(function).parameters), unset, function))
         return function
 
     return register
@@ -33,7 +35,7 @@ def relation(*names: str, unset: bool = False) -> Callable[[Relation], Relation]
 def broken(values: Values) -> Iterator[Found]:
     """Yield (field name, error message) for each rule that `values` break.
 
-    A rule is skipped if `values` lack one of its fields.
+    A rule is skipped if one of its fields is not in `values`.
     """
     for names, unset, check in _RELATIONS:
         given = [values[name] for name in names if name in values]

@@ -1,12 +1,36 @@
-"""Refuse wrong settings of training: `on_bad_loss`, `torch_compile`, `seed` and `train_iters`."""
+"""Refuse wrong settings of training.
+
+They are `curriculum`, `on_bad_loss`, `torch_compile`, `seed` and `train_iters`.
+"""
 
 from __future__ import annotations
 
+from megatron.config.builtin import task_name
 from megatron.config.choices import MODES_WITH_CUDA_GRAPHS
 from megatron.config.rules.relation import Found, relation
 
 MOST_SAMPLES = 10**11
 """A run may read at most this many training samples, because their order must fit into memory."""
+
+
+@relation("curriculum", "seq_length")
+def _curriculum(stages: tuple[tuple[int, int], ...], length: int) -> Found | None:
+    steps = [step for step, _ in stages]
+    text = ""
+    if uneven := [each for _, each in stages if length % each]:
+        text = f"length {uneven[0]} does not divide seq_length {length}, so no equal sequences "
+        text += f"can be cut; write a divisor of {length}"
+    elif steps and (steps[0] or steps != sorted({*steps})):
+        text = f"its steps are {', '.join(map(str, steps))}; write steps that begin with 0 and rise"
+    elif stages and stages[-1][1] != length:
+        text = f"ends with length {stages[-1][1]}; write a last length of {length}, the seq_length"
+    return ("curriculum", text) if text else None
+
+
+@relation("curriculum", "data_path")
+def _whole_examples(stages: tuple[tuple[int, int], ...], path: str) -> Found | None:
+    if stages and (name := task_name(path)):
+        return "curriculum", f"would cut the examples of {name}; leave it out"
 
 
 @relation("on_bad_loss", "zero_stage", "pipe_parallel_size", "precision")

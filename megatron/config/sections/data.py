@@ -51,11 +51,10 @@ class DataConfig(Section):
 
 
 class EvaluationConfig(Section):
-    """The settings for perplexity by sequence length, and for the tasks of lm-evaluation-harness.
+    """The settings for perplexity at several sequence lengths and for lm-evaluation-harness."""
 
-    train.py measures the perplexity after training. evaluate.py measures the perplexity and scores
-    the tasks. Only the keys `eval_tasks` and `eval_results_prefix` exist in GPT-NeoX.
-    """
+    # train.py measures the perplexity after training. evaluate.py measures the perplexity and
+    # scores the tasks. Only the keys `eval_tasks` and `eval_results_prefix` exist in GPT-NeoX.
 
     eval_lengths: Lengths = ()  # sequence lengths to measure; of a length task, its lengths
     eval_lengths_interval: Count = 0  # steps between measurements during training; 0 = none

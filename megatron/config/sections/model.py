@@ -119,7 +119,7 @@ class ModelConfig(Section):
 
     @property
     def block_parameters(self) -> int:
-        """About the number of parameters of all blocks: those of their matrices."""
+        """The approximate number of parameters in all blocks. Only matrices are counted."""
         matrices = 3 if self.activation in GATED else 2
         width = self.hidden_size
         return self.num_layers * width * (4 * width + matrices * self.inner_width)

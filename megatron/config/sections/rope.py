@@ -28,7 +28,7 @@ _kind = one_of(
 
 
 def rope_scaling(value: Any) -> FrozenDict:
-    """Check `rope_scaling`, for example `{rope_type: yarn, factor: 4.0, ...}`.
+    """Check the value of `rope_scaling`, for example `{rope_type: yarn, factor: 4.0}`.
 
     Raises:
         ValueError: An entry is wrong, unknown or missing.

@@ -24,6 +24,7 @@ from megatron.config.fields import (
     Key,
     Positive,
     PositiveNumber,
+    Stages,
     number,
     whole_number,
 )
@@ -32,11 +33,10 @@ from megatron.config.theta_fields import ThetaFrozen
 
 
 class BatchConfig(Section):
-    """The batch sizes, in sequences, and the number of gradient accumulation steps.
+    """The batch sizes, in sequences, and the number of gradient accumulation steps."""
 
-    train_batch_size = train_micro_batch_size_per_gpu x gradient_accumulation_steps x
-    data_parallel_size.
-    """
+    # train_batch_size = train_micro_batch_size_per_gpu x gradient_accumulation_steps x
+    # data_parallel_size.
 
     train_batch_size: Positive = DERIVED  # sequences in a step, of all processes
     train_micro_batch_size_per_gpu: Positive = DERIVED  # sequences that one process reads at once
@@ -87,6 +87,9 @@ class LrConfig(Section):
 
 class TrainingConfig(Section):
     train_iters: Count  # steps; 0: do not train, only evaluate
+    # not in GPT-NeoX: [[step, length], ...]: after this many steps (first: 0), sequences are cut
+    # into shorter ones of this length (last: seq_length), so a step keeps its tokens
+    curriculum: Stages = ()
     eod_mask_loss: Flag = False  # the first token of a document does not count in the loss
     # Megatron-LM's name: all targets that count have the same weight in the loss of a step; false,
     # as in GPT-NeoX: all micro-batches have the same weight

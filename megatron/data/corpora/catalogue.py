@@ -52,11 +52,12 @@ class Corpus:
     Attributes:
         files: The archives of the corpus.
         licence: The licence of the text.
-        pile_set: The value of `meta.pile_set_name` in the Pile's records of this corpus. None if
-            the corpus is not one of the Pile's data sets.
+        pile_set: The name of the corpus in the Pile. None if the Pile does not contain it.
         hubs: The ids of data sets on the Hugging Face hub that contain the same text.
         note: A remark for the user.
     """
+
+    # `pile_set` is the value of `meta.pile_set_name` in the Pile's records of this corpus.
 
     files: tuple[RemoteFile, ...]
     licence: str
@@ -73,11 +74,12 @@ def _pile_set(name: str, *urls: str, licence: str = _MIXED, hub: str = _UNCOPYRI
     """Return the `Corpus` for a data set of the Pile that is stored in one archive.
 
     Args:
-        name: The `meta.pile_set_name` of the records of the data set.
+        name: The name of the data set in the Pile.
         urls: The addresses from which the archive can be downloaded.
         licence: The licence of the text.
         hub: The id of a data set on the Hugging Face hub that contains the same text.
     """
+    # The records of the data set have this `meta.pile_set_name`.
     return Corpus((RemoteFile(urls),), licence, name, (hub,))
 
 
@@ -142,13 +144,13 @@ The keys are the names under which GPT-NeoX stores the files in the data folder.
 
 
 def find_corpus(name: str, others: tuple[str, ...] = ()) -> Corpus:
-    """Return the corpus `CORPORA[name]`.
+    """Return the known corpus with this name.
 
     Args:
-        others: Names that the error message lists in addition to those in `CORPORA`.
+        others: More names for the list in the error message.
 
     Raises:
-        CorpusError: The name is not in `CORPORA`. The error message suggests a similar name.
+        CorpusError: There is no such corpus. The error message suggests a similar name.
     """
     if name in CORPORA:
         return CORPORA[name]
@@ -160,7 +162,8 @@ def find_corpus(name: str, others: tuple[str, ...] = ()) -> Corpus:
 
 
 def alternatives(name: str, corpus: Corpus) -> str:
-    """List other ways to get a corpus, one per line, for users whose download failed."""
+    """Return a text that lists other ways to get a corpus, one per line."""
+    # A failed download shows this text.
     ways = [f"a copy you have: prepare_data.py {name} --input FILE"]
     ways += [f"an address that has it: prepare_data.py {name} --mirror URL_OF_ITS_FOLDER"]
     for hub in corpus.hubs:

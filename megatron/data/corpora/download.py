@@ -49,7 +49,7 @@ def download(
     force: bool = False,
     advice: str = "",
 ) -> str:
-    """Download `file` to `path`, unless `path` exists.
+    """Download `file` to `path`. Do nothing if `path` exists.
 
     Args:
         file: The file and its addresses, which are tried in order.
@@ -63,8 +63,9 @@ def download(
 
     Raises:
         CorpusError: No address has the file, `path` cannot be written, or `path` exists with the
-            wrong size. In the first case, the error message lists the reply from each address.
+            wrong size.
     """
+    # If no address has the file, the error message lists the reply from each address.
     with one_at_a_time(path.with_name(f".{path.name}.lock")):
         if path.exists() and not force:
             if file.size is not None and path.stat().st_size != file.size:
@@ -91,8 +92,7 @@ def check(file: RemoteFile, mirror: str | None = None) -> Iterator[tuple[str, bo
         mirror: The address of a folder that contains the file. It is checked first.
 
     Yields:
-        (address, found, text), where `found` is whether the server has the file, and `text` is the
-        size or the error that the server reported.
+        (address, whether the server has the file, size or error) for each address.
     """
     for url in _addresses(file, mirror):
         try:
@@ -142,16 +142,15 @@ def _from_address(url: str, file: RemoteFile, path: Path) -> str:
 
 
 def _complete(url: str, file: RemoteFile, part: Path, version: Path) -> None:
-    """Download a file into `part`, and try again if the connection breaks.
-
-    Stop after `_ATTEMPTS` attempts in a row that gave no new byte. After an HTTP error status, stop
-    at once.
+    """Download a file into `part`. If the connection breaks, try again.
 
     Args:
         url: The address of the file.
         part: The file that receives the bytes. If it exists, the download continues at its end.
-        version: The file that stores the version of `part`, which is an ETag or a date.
+        version: A file with the version of `part`, an ETag or a date.
     """
+    # Give up after `_ATTEMPTS` attempts in a row without a new byte. Give up at once after an HTTP
+    # error status.
     idle = 0
     while True:
         before = _size(part)
@@ -171,12 +170,10 @@ def _complete(url: str, file: RemoteFile, part: Path, version: Path) -> None:
 
 
 def _append(url: str, file: RemoteFile, part: Path, version: Path) -> int | None:
-    """Request the bytes that `part` still lacks, and append these bytes to `part`.
-
-    If the server now has another version of the file, download the complete file again.
+    """Request the rest of a partly downloaded file, and append it to `part`.
 
     Args:
-        version: The file that stores the version of `part`, which is an ETag or a date.
+        version: A file with the version of `part`, an ETag or a date.
 
     Returns:
         The length of the complete file, or None if the server does not report the length.
@@ -184,6 +181,7 @@ def _append(url: str, file: RemoteFile, part: Path, version: Path) -> int | None
     Raises:
         _WrongFile: The server sends other bytes than requested. `part` is then removed.
     """
+    # If the server now has another version of the file, the complete file is downloaded again.
     have = _size(part)
     known = version.read_text() if version.exists() else ""
     headers = {"Range": f"bytes={have}-", "If-Range": known} if have and known else {}

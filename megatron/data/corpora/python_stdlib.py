@@ -18,6 +18,7 @@ import platform
 import sysconfig
 from pathlib import Path
 
+from megatron.config.builtin import CORPUS, PREFIX
 from megatron.data.errors import CorpusError, ShardError
 from megatron.data.locks import one_at_a_time
 from megatron.data.prepare.sources import Source
@@ -25,10 +26,7 @@ from megatron.data.prepare.text_to_shards import Preparation, PrepareOptions
 from megatron.data.shards.manifest import read_manifest
 from megatron.data.shards.reader import ShardReader
 from megatron.data.tokenizers.base import Tokenizer
-from megatron.suggest import nearest
-
-PREFIX = "builtin:"  # start of a `data_path` that names a built-in corpus
-NAMES = ("python-stdlib",)
+from megatron.suggest import did_you_mean
 
 _TESTS = {"idle_test", "test", "tests"}
 _PACKAGES = {"dist-packages", "site-packages"}
@@ -58,10 +56,10 @@ _REVISION = 2  # increase it when other files are selected, so that shards are m
 def resolve_data_path(
     data_path: str | tuple[str, ...] | None, data_dir: str | os.PathLike, tokenizer: Tokenizer
 ) -> str | tuple[str, ...]:
-    """Return `data_path`, or for "builtin:NAME" the prefix of the token shard of the corpus NAME.
+    """Return `data_path` unchanged, unless it has the form "builtin:NAME".
 
-    The prefix is the path of the shard without .bin or .idx. If the shard does not exist, create it
-    first.
+    For "builtin:NAME", return the path of the built-in corpus's token shard without .bin or .idx.
+    If this shard does not exist, create it first.
 
     Raises:
         CorpusError: `data_path` is None, or there is no built-in corpus NAME.
@@ -69,15 +67,15 @@ def resolve_data_path(
     if data_path is None:
         raise CorpusError("data_path is not set; name a shard prefix or builtin:python-stdlib")
     if isinstance(data_path, str) and data_path.startswith(PREFIX):
-        return prepare_builtin(data_path[len(PREFIX) :], data_dir, tokenizer)
+        return prepare_builtin(data_path, data_dir, tokenizer)
     return data_path
 
 
-def prepare_builtin(name: str, data_dir: str | os.PathLike, tokenizer: Tokenizer) -> str:
-    """Tokenise the built-in corpus `name` into `data_dir`, unless its token shard exists.
+def prepare_builtin(corpus: str, data_dir: str | os.PathLike, tokenizer: Tokenizer) -> str:
+    """Tokenise the built-in corpus `corpus` into `data_dir`, unless its token shard exists.
 
-    If several processes call this function at once, one process does the work and shows a progress
-    bar, and the others wait.
+    If several processes call this function at once, one process writes the shard and shows a
+    progress bar. The other processes wait.
 
     Returns:
         The path of the shard without .bin or .idx.
@@ -85,14 +83,13 @@ def prepare_builtin(name: str, data_dir: str | os.PathLike, tokenizer: Tokenizer
     Raises:
         CorpusError: There is no built-in corpus of this name, or `data_dir` is a file.
     """
-    if name not in NAMES:
-        near = nearest(name, NAMES)
-        hint = f"did you mean {PREFIX}{near}? " if near else ""
-        known = ", ".join(PREFIX + each for each in NAMES)
-        raise CorpusError(f"data_path: unknown corpus {PREFIX}{name}; {hint}known: {known}")
+    if corpus != CORPUS:
+        hint = did_you_mean(corpus, [CORPUS], cutoff=0.8)
+        raise CorpusError(f"data_path: unknown corpus {corpus}; {hint}known: {CORPUS}")
     if Path(data_dir).is_file():
         raise CorpusError(f"data_dir: {data_dir} is a file; name a folder for the tokens")
     key = f"{platform.python_version()}-r{_REVISION}-{tokenizer.name}-{tokenizer.fingerprint()[:8]}"
+    name = corpus.removeprefix(PREFIX)
     prefix = Path(data_dir) / name / f"{name}-{key}_text_document"
     if not _is_ready(prefix, tokenizer):
         with one_at_a_time(prefix.parent / ".lock"):

@@ -1,8 +1,8 @@
-"""Write the documents of a preparation run as an archive of `lm_dataformat`, and read an archive.
+"""Write the documents of a preparation run as an archive of `lm_dataformat`.
 
 An archive is a folder of files named `data_N_timeT_NAME.jsonl.zst`. Each line is the record of one
-document, with its text and its meta data. The package `lm_dataformat` writes and reads the records.
-It does not report a truncated or hostile file, so each file is checked before the package reads it.
+document, with its text and its meta data. The package writes the records. A preparation run reads
+an archive like other folders with JSON lines.
 """
 
 from __future__ import annotations
@@ -11,23 +11,18 @@ import os
 import shutil
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
 from megatron.data.errors import CorpusError, needs_package
 from megatron.data.locks import try_lock
-from megatron.data.prepare.chunks import Chunk, Fault, Place, foreign_bytes, line_chunks, positioned
-from megatron.data.prepare.compression import CountedFile, decompressed
-from megatron.data.prepare.read_tables import record_chunks
-from megatron.data.prepare.sources import Source
 from megatron.files import flush
 
 _FIRST = 1_000_000  # the number of the first file; readers sort names, so 10 must not precede 2
 
 
 class ArchiveWriter(AbstractContextManager["ArchiveWriter"]):
-    """A writer of an archive of `lm_dataformat`. The archive appears complete or not at all.
+    """A writer of an `lm_dataformat` archive. An incomplete archive never has the final name.
 
     The writer fills the hidden folder `.NAME.part` beside `folder`, where NAME is the name of
     `folder`. `finalize` renames the hidden folder to `folder`. A killed process leaves the hidden
@@ -58,11 +53,13 @@ class ArchiveWriter(AbstractContextManager["ArchiveWriter"]):
         self._files = self._added = 0
 
     def holds(self, files: int) -> bool:
-        """Return whether an earlier run left at least `files` complete files."""
+        """Return whether the unfinished archive has at least `files` complete files."""
         return len(self._complete_files()) >= files
 
     def rewind(self, files: int) -> None:
-        """Keep the first `files` files of an earlier run, remove the others, and continue writing.
+        """Continue the unfinished archive of an earlier run after its first `files` files.
+
+        Later files of the unfinished archive are removed.
 
         Raises:
             CorpusError: Another process is writing this archive, or its folder cannot be made.
@@ -127,50 +124,3 @@ class ArchiveWriter(AbstractContextManager["ArchiveWriter"]):
             yield
         except OSError as error:
             raise CorpusError(f"{self.folder}: the archive cannot be written: {error}") from error
-
-
-def read_archive(
-    source: Source, keys: tuple[str, ...], facts: dict, place: Place
-) -> Iterator[Chunk]:
-    """Yield the records of one file of an archive, in chunks.
-
-    Each record has the keys `text` and `meta`.
-
-    Args:
-        source: The source to read, one file of an archive.
-        keys: Always ("text",), because `lm_dataformat` stores texts under this key only.
-        facts: A dict to which the SHA-256 of the file is added.
-        place: The position in the file, with the limits that the file must not exceed.
-
-    Raises:
-        Fault: The file is damaged, exceeds the limits, or has a record that is no object. All
-            records before the fault are yielded first.
-        CorpusError: `lm_dataformat` is not installed.
-    """
-    assert keys == ("text",)
-    with needs_package("lm_dataformat", f"{source.path}: reading an archive", CorpusError):
-        import lm_dataformat
-    path, lines, fault = place.name, 0, None
-    try:
-        with foreign_bytes(place), CountedFile(source.path) as raw:
-            for chunk in line_chunks(decompressed(path, raw, place.expand), place):
-                lines += (chunk.lines or b"").count(b"\n")
-            facts["sha256"] = raw.digest()
-    except Fault as error:
-        fault = error
-    place.expanded = 0
-    found = islice(lm_dataformat.Reader(source.path).stream_data(get_meta=True), lines)
-    records = ({"text": text, "meta": meta} for text, meta in found)
-    chunks = record_chunks(records, path, place, "backslashreplace")
-    try:
-        yield from positioned(chunks, lambda: source.size * place.records // lines)
-    except AssertionError:  # of the package
-        raise Fault(
-            place.name,
-            "is a string, not an object with text and meta data; name the files of such an "
-            f"archive: --input '{Path(path).parent}/*.jsonl.zst'",
-        ) from None
-    if place.records < lines:
-        raise EOFError(f"lm_dataformat reads only {place.records:,} of {lines:,} records")
-    if fault is not None:
-        raise fault

@@ -25,7 +25,7 @@ T = TypeVar("T")
 
 
 class Fault(Exception):
-    """The error that the rest of an input cannot be read.
+    """An error in an input, after which the rest of the input cannot be read.
 
     Args:
         where: The file and the record, or the archive member, that could not be read.
@@ -62,7 +62,7 @@ class Place:
             expand without limit.
         expanded: The number of bytes decompressed so far. A compressed file inside a compressed
             archive counts twice.
-        records: The number of records read so far, in a table or an archive of lm_dataformat.
+        records: The number of records read so far, in a table.
     """
 
     name: str
@@ -211,15 +211,17 @@ def batches(items: Iterable[T], size_of: Callable[[T], int]) -> Iterator[list[T]
 
 @contextmanager
 def foreign_bytes(place: Place, message: str = "is truncated or damaged") -> Iterator[None]:
-    """Turn errors of the `with` block into a `Fault`, except DataErrors and MemoryErrors.
+    """Replace an error of a foreign library in the `with` block by a `Fault`.
+
+    The text of the `Fault` is `place.name`, then `message`, then the text of the library's error.
 
     Args:
-        place: The position of the reader. The text of the `Fault` begins with `place.name`.
-        message: The next words of that text. The text of the original error follows them.
+        place: The position of the reader.
+        message: What is wrong with the input.
 
     Raises:
-        Fault: The block raised an error other than a DataError or a MemoryError.
-        DataError: The block raised this error.
+        Fault: The block raised an error that is neither a DataError nor a MemoryError.
+        DataError: The block raised this error, which passes unchanged.
         CorpusError: The block raised a MemoryError.
     """
     try:

@@ -14,7 +14,8 @@ from megatron.preemption import SIGNALS
 
 
 def add_shared_flags(parser: argparse.ArgumentParser) -> None:
-    """Add --backend, --ftfy, --on-error, --max-document-bytes and --max-expansion to `parser`."""
+    """Add the options that the commands for preparing data share."""
+    # These are --backend, --ftfy, --on-error, --max-document-bytes and --max-expansion.
     add, limits = parser.add_argument, Limits()
     text = "library that encodes for GPT2BPETokenizer; the ids are the same [%(default)s]"
     add("--backend", help=text, choices=BACKENDS, default="auto")
@@ -29,12 +30,13 @@ def add_shared_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def exit_code(command: Callable[[], int]) -> int:
-    """Run `command` and return the exit code of the process.
+    """Run `command`, and turn its errors into a message and an exit code.
 
     Returns:
-        The return value of `command`. After a UserError or OSError, print its message without a
-        traceback and return 1. After Ctrl-C, SIGTERM or SIGUSR1, return 130.
+        The return value of `command`, 1 after an error, or 130 after a signal such as Ctrl-C.
     """
+    # A UserError or OSError is printed without a traceback. The signals are Ctrl-C, SIGTERM and
+    # SIGUSR1.
     for number in {*SIGNALS} - {signal.SIGINT}:  # which a shell's background jobs ignore
         signal.signal(number, signal.default_int_handler)
     try:

@@ -1,7 +1,5 @@
 """Read plain, gzip, zstandard, xz and bzip2 files as byte streams that report truncation.
 
-The `zstandard` library's `stream_reader` does not report that a file is truncated, and by default
-it reads only the first of several frames. `ZstdStream` reports truncation and reads all frames.
 `CountedFile` counts and hashes the bytes of a file while they are read, so a file that is read for
 its text need not be read again for its SHA-256.
 """
@@ -14,15 +12,22 @@ import hashlib
 import io
 import lzma
 import os
+import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import IO, Any, cast
 
-import zstandard
+if sys.version_info >= (3, 14):
+    from compression import zstd
+else:
+    from backports import zstd
 
 COMPRESSIONS = (".gz", ".zst", ".xz", ".bz2")
-_STANDARD = {".gz": gzip.open, ".tgz": gzip.open, ".xz": lzma.open, ".bz2": bz2.open}
-_READ = 1 << 16  # number of compressed bytes read at a time
+# Most archives need a window of 8 MiB, but `--long` archives need up to 2 GiB.
+_ZSTD = partial(zstd.open, options={zstd.DecompressionParameter.window_log_max: 31})
+_OPEN: dict[str, Any] = {".gz": gzip.open, ".tgz": gzip.open, ".zst": _ZSTD}
+_OPEN |= {".xz": lzma.open, ".bz2": bz2.open}
 _BUFFER = 1 << 20
 
 
@@ -58,38 +63,6 @@ class CountedFile(_Readable):
         super().close()
 
 
-class ZstdStream(_Readable):
-    """The decompressed content of all frames of a zstandard stream.
-
-    Raises:
-        EOFError: A read finds that the stream ends inside a frame.
-    """
-
-    def __init__(self, source: IO[bytes]) -> None:
-        self._source, self._frame, self._left = source, None, b""
-        self._out = memoryview(b"")
-
-    def readinto(self, buffer: memoryview) -> int:
-        while not self._out:
-            data = self._left or self._source.read(_READ)
-            self._left = b""
-            if not data:
-                if self._frame is not None:
-                    raise EOFError("the zstandard data ends inside a frame: truncated")
-                return 0
-            if self._frame is None:
-                # Most archives need a window of 8 MiB, but `--long` archives need up to 2 GiB.
-                decompressor = zstandard.ZstdDecompressor(max_window_size=1 << 31)
-                self._frame = decompressor.decompressobj()
-            self._out = memoryview(self._frame.decompress(data))
-            if self._frame.eof:
-                self._left, self._frame = self._frame.unused_data, None
-        count = min(len(buffer), len(self._out))
-        buffer[:count] = self._out[:count]
-        self._out = self._out[count:]
-        return count
-
-
 class _Counted(_Readable):
     """A stream that counts the bytes that it returns."""
 
@@ -109,19 +82,16 @@ def decompressed(
 ) -> io.BufferedReader:
     """Return the decompressed content of `source` as a buffered stream.
 
-    A read from this stream returns fewer bytes than requested only at the end of the stream.
-
     Args:
-        name: The name of the file. Its suffix determines the compression. If the suffix is unknown,
-            the content of `source` is returned unchanged.
-        count: A function that is called with the number of bytes that each read produced. It may
-            raise an error, for example if the total is too large.
+        name: The name of the file. Its suffix determines the compression.
+        count: A function that is called with the number of bytes that each read produced.
     """
+    # A read from this stream returns fewer bytes than requested only at the end of the stream. If
+    # the suffix is unknown, the content of `source` is returned unchanged. `count` may raise an
+    # error, for example if the total is too large.
     stream, suffix = cast(Any, source), Path(name.lower()).suffix
-    if suffix == ".zst":
-        stream = ZstdStream(stream)
-    elif suffix in _STANDARD:
-        stream = _STANDARD[suffix](stream)
+    if suffix in _OPEN:
+        stream = _OPEN[suffix](stream)
     return io.BufferedReader(_Counted(stream, count), _BUFFER)
 
 

@@ -33,12 +33,13 @@ class EncodeOptions:
             are written to a token shard of their own.
         append_eod: Whether each document ends with the tokenizer's end-of-document token.
         ftfy: Whether to repair wrongly decoded characters with the `ftfy` library before encoding.
-        pile_sets: Keep only records whose `meta.pile_set_name` is in this tuple. If the tuple is
-            empty, keep all records.
+        pile_sets: The data sets of the Pile whose records are kept. If empty, all records are kept.
 
     Raises:
         CorpusError: `ftfy` is True and the library is not installed.
     """
+
+    # The value of `meta.pile_set_name` in a record must be in `pile_sets`.
 
     keys: tuple[str, ...] = ("text",)
     append_eod: bool = True
@@ -53,19 +54,20 @@ class EncodeOptions:
 
 @dataclass
 class Encoded:
-    """The tokens of a chunk.
+    """The tokens of a piece of an input.
 
     Attributes:
-        source, number, position: Copied from the `Chunk`.
-        sizes: One int32 array for each of `EncodeOptions.keys`: the number of tokens in each
-            document.
-        tokens: One array for each of `EncodeOptions.keys`: the tokens of all documents, one
-            document after the other.
-        counts: Maps each name in `CHUNK_COUNTS`, such as "documents", to the count for this chunk.
+        source: The index of the input in the list of inputs.
+        number: The number of the piece in its input, from 1.
+        position: The number of bytes of the input up to the end of the piece.
+        sizes: For each key of the records, the number of tokens in each document, int32.
+        tokens: For each key of the records, the concatenated tokens of all documents.
+        counts: Maps what is counted, such as "documents", to the count for this piece.
         faults: A printable text for each faulty record, with the record's place and the reason.
-        documents: The pair (text, meta data) of each document of the first key. Empty if the
-            `Encoder` does not keep documents.
+        documents: (text, meta data) of each document of the first key. Empty if not kept.
     """
+
+    # The keys are `EncodeOptions.keys`, and `counts` has the keys `CHUNK_COUNTS`.
 
     source: int
     number: int
@@ -81,10 +83,10 @@ CHUNK_COUNTS = (*COUNTS, "faults")
 
 
 class Encoder:
-    """A callable that turns the text of a `Chunk` into the tokens of an `Encoded`.
+    """A callable that encodes the texts of a `Chunk`.
 
     Args:
-        keep: Whether to fill `Encoded.documents` with the text and meta data of each document.
+        keep: Whether the result also holds the text and meta data of each document.
     """
 
     def __init__(self, tokenizer: Tokenizer, options: EncodeOptions, keep: bool = False) -> None:
@@ -111,10 +113,8 @@ class Encoder:
         return out
 
     def _records(self, chunk: Chunk, out: Encoded) -> Iterator[tuple[list[str], Any]]:
-        """Yield (texts, meta data) of each record, with one text per key.
-
-        Add faulty records to `out.faults`.
-        """
+        """Yield (texts, meta data) of each record, with one text per key."""
+        # Faulty records are added to `out.faults`.
         lines = enumerate((chunk.lines or b"").split(b"\n"), chunk.first)
         records = ((f"{chunk.where}:{n}", line) for n, line in lines if line.strip())
         for place, content in records if chunk.texts is None else chunk.texts:
@@ -139,12 +139,12 @@ class Encoder:
     def _values(self, line: str, out: Encoded) -> tuple[list[str], Any]:
         """Return the texts of a JSON record, one for each key, and its meta data.
 
-        Return an empty list of texts if `pile_sets` does not select the record.
-
         Raises:
-            CorpusError: The record is not a JSON object with a text for each key, or `pile_sets` is
-                given and the record has no `meta.pile_set_name`.
+            CorpusError: The record is not a JSON object with a text for each key, or does not name
+                its data set.
         """
+        # The list of texts is empty if `pile_sets` does not select the record. If `pile_sets` is
+        # given, the record must have a `meta.pile_set_name`.
         record = parse_json(line)
         keys, sets = self.options.keys, self.options.pile_sets
         if isinstance(record, str) and keys == ("text",) and not sets:

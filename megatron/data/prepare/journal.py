@@ -24,17 +24,19 @@ from megatron.data.shards.format import shard_path
 
 @dataclass
 class State:
-    """What the journal stores about a run, so that a later run can continue it.
+    """The progress of a preparation run, as its journal stores it.
 
     Attributes:
-        counts: Maps each name in `encode.CHUNK_COUNTS` to the total of all chunks written.
-        facts: For each source, a dict of facts about it (such as its SHA-256) for the manifests.
+        counts: Maps what is counted, such as "documents", to the total so far.
+        facts: For each source, a dict of facts about it (such as its SHA-256).
         written: The numbers of documents and tokens in each unfinished shard.
         begin: The pair [source, number] of the first chunk written, or None.
         done: The pair [source, number] of the last chunk written, or None.
         skipped_bytes: The number of bytes in the file that lists the skipped records.
         archive: The number of complete files of the archive.
     """
+
+    # `counts` has the keys `encode.CHUNK_COUNTS`. The manifests record `facts`.
 
     counts: dict[str, int]
     facts: list[dict]
@@ -46,10 +48,9 @@ class State:
 
     @property
     def kept(self) -> list:
-        """For each writer, the arguments of the writer's method `rewind` that resume the run.
-
-        The writers of the shards come first, and the writer of the archive is last.
-        """
+        """How far each writer of the resumed run has come."""
+        # These are the arguments of the method `rewind`. The writers of the shards come first. The
+        # writer of the archive is last.
         return [*self.written, [self.archive]]
 
 
@@ -58,14 +59,14 @@ class Journal:
 
     Args:
         prefix: The path of the shards without suffix. The journal is the file PREFIX.journal.
-        job: A JSON object that identifies the run. A run can continue another run only if both have
-            equal jobs.
+        job: A JSON object that identifies the run. Only a run with the same object can continue.
         seconds: The time between two updates of the journal.
 
     Attributes:
-        refused: The reason why `read` cannot use the existing journal. None if `read` could use it,
-            or if no journal exists.
+        refused: The reason why the existing journal cannot be used, or None.
     """
+
+    # `refused` is set by `read`.
 
     def __init__(self, prefix: str | os.PathLike, job: Any, seconds: float) -> None:
         self.path, self._prefix = shard_path(prefix, ".journal"), os.fspath(prefix)
@@ -94,12 +95,12 @@ class Journal:
 
     @property
     def due(self) -> bool:
-        """Whether at least `seconds` have passed since the journal was last written."""
+        """Whether it is time to write the journal again."""
         return time.monotonic() - self._last_write >= self.seconds
 
     @property
     def exists(self) -> bool:
-        """Whether the file of the journal exists."""
+        """Whether the journal's file exists."""
         return self.path.is_file()
 
     def write(self, state: State) -> None:
@@ -110,7 +111,8 @@ class Journal:
         self._last_write = time.monotonic()
 
     def remove(self) -> None:
-        """Remove the journal and any temporary files that an interrupted `write` left."""
+        """Remove the journal and its temporary files."""
+        # An interrupted `write` may have left temporary files.
         self.path.unlink(missing_ok=True)
         for path in self.path.parent.glob(f".{glob.escape(self.path.name)}.*{files.UNFINISHED}"):
             path.unlink()

@@ -15,14 +15,15 @@ _LISTED = 10  # the largest number of skipped records or inputs that are printed
 
 
 class ProgressBar:
-    """A progress bar on stderr, which appears at the first call of `show`.
-
-    The bar shows the time left, documents per second, and megabytes of text per second.
+    """A progress bar on stderr, with the time left and the speed.
 
     Args:
         total: The number of bytes of all inputs, or 0 if it is unknown.
         label: The text before the bar.
     """
+
+    # The bar appears at the first call of `show`. It shows documents per second and megabytes of
+    # text per second.
 
     def __init__(self, total: int, label: str) -> None:
         self._total, self._label = total, label
@@ -42,8 +43,7 @@ class ProgressBar:
 
         Args:
             read: The number of bytes of the inputs that have been processed.
-            counts: The totals of `documents` and `text_bytes` so far. In a resumed run, they
-                include the totals of the interrupted run.
+            counts: The totals of `documents` and `text_bytes` so far, also from an interrupted run.
         """
         read = max(0, min(read, self._total or read))
         now, documents, text = time.monotonic(), counts["documents"], counts["text_bytes"]
@@ -70,8 +70,7 @@ def describe_nothing(inputs: list[str], causes: dict[str, int]) -> str:
     """Return the error message for inputs that contain no document with text.
 
     Args:
-        causes: Maps each reason why records were left out, such as "without text", to the number of
-            these records.
+        causes: Maps each reason, such as "without text", to the number of records left out.
     """
     lost = ", ".join(f"{count:,} {cause}" for cause, count in causes.items() if count)
     shown = ", ".join(inputs[:_LISTED]) + (", ..." if len(inputs) > _LISTED else "")
@@ -92,8 +91,6 @@ def describe_skipped(path: str | os.PathLike, faults: int) -> str:
 
 
 def printable(fault: str) -> str:
-    """Return `fault` with line feeds and control codes escaped.
-
-    The name of a file inside an archive may contain such characters.
-    """
+    """Return `fault` with line feeds and control codes escaped."""
+    # The name of a file inside an archive may contain such characters.
     return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in fault)

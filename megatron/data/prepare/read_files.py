@@ -18,7 +18,6 @@ from itertools import groupby
 from typing import Any
 
 from megatron.data.prepare import chunks
-from megatron.data.prepare.archive import read_archive
 from megatron.data.prepare.chunks import Chunk, Fault, Limits, Place, foreign_bytes
 from megatron.data.prepare.compression import CountedFile, decompressed, hash_file, read_out
 from megatron.data.prepare.read_tables import read_hub, read_parquet
@@ -35,8 +34,7 @@ def read_source(
 
     Args:
         source: The source to read.
-        keys: The keys under which a record holds the texts to encode. The chunks may leave out
-            other keys.
+        keys: The keys under which a record holds the texts to encode.
         facts: A dict to which the SHA-256 of the input is added when all chunks have been read.
         limits: The limits that the input must not exceed.
 
@@ -44,16 +42,14 @@ def read_source(
         Fault: The source is damaged or truncated, or exceeds the limits.
         CorpusError: The library for this kind of source is not installed.
     """
+    # The chunks may leave out other keys.
     place = Place(source.path, limits, source.size)
     with foreign_bytes(place):
-        # lm_dataformat reads texts under its own key alone.
-        other = source.kind == "archive" and keys != ("text",)
-        reader = _READERS["jsonl" if other else source.kind]
-        yield from reader(source, keys, facts, place)
+        yield from _READERS[source.kind](source, keys, facts, place)
 
 
 class _TarEntry(tarfile.TarInfo):
-    """A header in a tar archive. Reading a damaged or truncated archive raises an error."""
+    """A header in a tar archive. A damaged or truncated archive raises an error."""
 
     @classmethod
     def fromtarfile(cls, tar: tarfile.TarFile) -> tarfile.TarInfo:
@@ -68,10 +64,8 @@ class _TarEntry(tarfile.TarInfo):
 
 
 def _sequential(read: Callable[[io.BufferedReader, Place], Iterator[Chunk]]) -> Callable:
-    """Turn `read`, which reads an open stream, into a function that reads a `Source`.
-
-    The new function opens, decompresses and hashes the file of the source.
-    """
+    """Turn a function that reads an open stream into a function that reads a `Source`."""
+    # The new function opens, decompresses and hashes the file of the source.
 
     def reader(source: Source, keys: tuple[str, ...], facts: dict, place: Place) -> Iterator[Chunk]:
         with CountedFile(source.path) as raw:
@@ -101,11 +95,9 @@ def _read_tar(stream: io.BufferedReader, place: Place) -> Iterator[Chunk]:
 
 
 def _member_chunks(members: Iterator[Member], path: str, place: Place) -> Iterator[Chunk]:
-    """Yield the chunks of an archive.
-
-    A member whose name ends in .jsonl, .json or .ndjson contains one record per line. Any other
-    member is one document.
-    """
+    """Yield the chunks of an archive, given its members (the files inside)."""
+    # A member whose name ends in .jsonl, .json or .ndjson contains one record per line. Any other
+    # member is one document.
     for is_records, group in groupby(members, lambda member: kind_of(member[0]) == "jsonl"):
         if is_records:
             for name, open_member in group:
@@ -124,10 +116,8 @@ def _documents(members: Iterable[Member], place: Place) -> Iterator[tuple[str, b
 
 
 def _read_dat(stream: io.BufferedReader, place: Place) -> Iterator[Chunk]:
-    """Yield the chunks of an archive in the DatArchive format of lm_dataformat.
-
-    In this format, each document is preceded by its length in bytes, as 16 decimal digits.
-    """
+    """Yield the chunks of an archive in the DatArchive format of lm_dataformat."""
+    # In this format, each document is preceded by its length in bytes, as 16 decimal digits.
     path = place.name
 
     def documents() -> Iterator[tuple[str, bytes]]:
@@ -188,7 +178,6 @@ def _read_zip(source: Source, keys: tuple[str, ...], facts: dict, place: Place) 
 
 _READERS: dict[str, Callable[..., Iterator[Chunk]]] = {
     "jsonl": _sequential(chunks.line_chunks),
-    "archive": read_archive,
     "tar": _sequential(_read_tar),
     "dat": _sequential(_read_dat),
     "text": _read_text,

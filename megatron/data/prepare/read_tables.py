@@ -103,18 +103,13 @@ def read_hub(source: Source, keys: tuple[str, ...], facts: dict, place: Place) -
     facts["rows"] = place.records
 
 
-def record_chunks(
-    rows: Iterable[Mapping], where: str, place: Place, halves: str = "surrogatepass"
-) -> Iterator[Chunk]:
+def record_chunks(rows: Iterable[Mapping], where: str, place: Place) -> Iterator[Chunk]:
     """Yield chunks in which each row of a table is one JSON line.
 
     Args:
-        rows: The rows of the table, or the records of an archive.
+        rows: The rows of the table.
         where: The path of the input.
         place: The place of the first row. It is updated while the rows are read.
-        halves: The error handler of `str.encode` for unpaired surrogates. With "surrogatepass", a
-            record with such a surrogate is later reported as faulty. With "backslashreplace", the
-            surrogate is written as an escape of JSON.
     """
 
     def lines() -> Iterator[bytes]:
@@ -122,7 +117,7 @@ def record_chunks(
         for row in rows:
             place.records += 1
             line = json.dumps(row, default=_json_value, ensure_ascii=False) + "\n"
-            encoded = line.encode("utf-8", halves)
+            encoded = line.encode("utf-8", "surrogatepass")  # later, such a record is reported
             place.check_size(len(encoded))
             place.expand(len(encoded))
             yield encoded
@@ -135,7 +130,7 @@ def record_chunks(
 
 
 def _json_value(value: Any) -> Any:
-    """Return a JSON value in place of `value`, which JSON cannot express.
+    """Convert `value`, which has no JSON type, to a JSON value.
 
     Bytes become text, and any other value becomes a dict.
     """

@@ -3,7 +3,6 @@
 | kind | input | documents |
 |---|---|---|
 | jsonl | .jsonl .json .ndjson | each line, which is a JSON object or string |
-| archive | a folder that lm_dataformat's `Archive` wrote | each record of its files |
 | tar | .tar .tgz | each record of its jsonl files, and each of its other files |
 | dat | .dat, an archive of lm_dataformat | each document of the archive |
 | text | .txt .text .md .rst .tex .py .html .xml | the complete file |
@@ -23,7 +22,6 @@ from __future__ import annotations
 import glob
 import hashlib
 import os
-import re
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -44,7 +42,6 @@ KINDS = {suffix: kind for kind, suffixes in _SUFFIXES.items() for suffix in suff
 _RANDOM_ACCESS = ("zip", "parquet")  # these files cannot be compressed as a whole
 _ARROW = ("dataset_info.json", "dataset_dict.json")  # the `datasets` library writes these files
 _IGNORED = ("__pycache__", "current_chunk_incomplete")  # lm_dataformat leaves the second one behind
-_OF_ARCHIVE = re.compile(r"data_\d+_time\d+_.*\.jsonl\.zst")  # names that lm_dataformat gives
 
 
 @dataclass
@@ -53,7 +50,7 @@ class Source:
 
     Attributes:
         path: A file, a folder, or `hub:ID[:SPLIT]`.
-        kind: One of "jsonl", "archive", "tar", "dat", "text", "zip", "parquet" and "hub".
+        kind: One of "jsonl", "tar", "dat", "text", "zip", "parquet" and "hub".
         size: The number of bytes, or 0 if it is unknown.
         paths: The files of the source in order if its kind is text, otherwise an empty list.
     """
@@ -64,10 +61,8 @@ class Source:
     paths: list[str] = field(default_factory=list)
 
     def identity(self) -> list:
-        """Return a JSON value that identifies the input and changes when the input changes.
-
-        The value contains a hash of the names, sizes and modification times of the input's files.
-        """
+        """Return a JSON value that identifies the input and changes when the input changes."""
+        # The value contains a hash of the names, sizes and modification times of the input's files.
         found, paths = hashlib.sha256(), self.paths or [self.path]
         if os.path.isdir(self.path) and not self.paths:  # then `datasets` wrote this folder
             paths = sorted(str(path) for path in Path(self.path).rglob("*"))
@@ -79,7 +74,7 @@ class Source:
 
 
 def kind_of(name: str) -> str | None:
-    """Return the kind ("jsonl", ...) of the file `name`, or None if its suffix is unknown."""
+    """Return the kind of the file `name`, such as "jsonl", or None if its suffix is unknown."""
     path = Path(name.lower())
     compressed = path.suffix in COMPRESSIONS
     kind = KINDS.get(path.with_suffix("").suffix if compressed else path.suffix)
@@ -158,6 +153,4 @@ def _add_folder(folder: str, sources: list[Source], faults: list[str]) -> None:
     if not found and not unreadable:
         faults.append(f"{folder}: a folder without files")
     for path in found:
-        of_archive = _OF_ARCHIVE.fullmatch(os.path.basename(path))
-        kind = "archive" if of_archive else kind_of(path) or "text"
-        _add(sources, path, kind, faults, folder=True)
+        _add(sources, path, kind_of(path) or "text", faults, folder=True)

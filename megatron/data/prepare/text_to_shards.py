@@ -45,8 +45,7 @@ class PrepareOptions:
         on_error: "stop" to end the run at a faulty record or file, or "skip" to skip and list it.
         partition: (i, n) selects partition i of n. Partitions are numbered from 1.
         checkpoint_seconds: The time between two updates of the journal.
-        limits: The largest size of a document, and how much larger an input may become when it is
-            decompressed.
+        limits: The largest size of a document, and the largest growth of an input by decompression.
     """
 
     encode: EncodeOptions = EncodeOptions()
@@ -63,13 +62,15 @@ class Preparation:
 
     Attributes:
         sources: The inputs, in the order in which their documents are written.
-        prefixes: For each key in `options.encode.keys`, the path of the key's shard without suffix.
+        prefixes: For each key of the records, the path of the key's shard without suffix.
         tokenizer: The tokenizer that encodes the text.
         options: The options of the run.
         archive: An archive to which the documents of the first key are also written, or None.
-        about: Facts about the corpus, which are added to the entry `source` of each manifest.
+        about: Facts about the corpus, which the manifest of each shard records.
         label: The text before the progress bar.
     """
+
+    # The keys are `options.encode.keys`. `about` is added to the entry `source` of each manifest.
 
     sources: list[Source]
     prefixes: Sequence[str | os.PathLike]
@@ -103,10 +104,11 @@ class Preparation:
         """Write the shards, one for each key, and return their manifests.
 
         Raises:
-            CorpusError: An input is faulty (unless faults are skipped), no document has text, or
-                the shards or the archive cannot be written. An incomplete shard never has an .idx
-                file.
+            CorpusError: An input is faulty, no document has text, or the shards or the archive
+                cannot be written.
         """
+        # A faulty input is no error if faults are skipped. An incomplete shard never has an .idx
+        # file.
         encoder = Encoder(self.tokenizer, self.options.encode, keep=self.archive is not None)
         with Workers(encoder, self.options.workers) as workers, ExitStack() as stack:
             self.writers = [
@@ -131,10 +133,8 @@ class Preparation:
                     self.skipped_part.unlink(missing_ok=True)
 
     def _resume(self) -> None:
-        """Continue an interrupted run. If this is impossible, start again from the first chunk.
-
-        An interrupted run leaves a journal and .part files.
-        """
+        """Continue an interrupted run. If this is impossible, start again from the first chunk."""
+        # An interrupted run leaves a journal and .part files.
         state = self.journal.read()
         self.skipped_part.touch()
         if state and all(out.holds(*n) for out, n in zip(self.outputs, state.kept, strict=False)):
@@ -151,7 +151,7 @@ class Preparation:
         os.truncate(self.skipped_part, self.state.skipped_bytes)
 
     def _chunks(self) -> Iterator[Chunk]:
-        """Yield the chunks of this partition, except those that an interrupted run wrote."""
+        """Yield the chunks of this partition that are not yet written."""
         wanted, partitions = self.partition - 1, self.partitions
         first_source = self.state.done[0] if self.state.done else 0
         for index, (source, end) in enumerate(zip(self.sources, self.ends, strict=True)):
@@ -183,7 +183,8 @@ class Preparation:
             yield Chunk(source.path, fault=str(error), position=position)
 
     def _write(self, result: Encoded, progress: ProgressBar) -> None:
-        """Append the tokens of one chunk to the shards. Update the journal if it is due."""
+        """Append the tokens of one chunk to the shards."""
+        # The journal is updated if it is due.
         if result.faults and self.options.on_error == "stop":
             raise CorpusError(result.faults[0])
         self.skipped.writelines(f"{fault}\n" for fault in result.faults)
@@ -228,10 +229,8 @@ class Preparation:
         return manifests
 
     def _report_no_documents(self, faults: int) -> None:
-        """Raise a CorpusError that says that the inputs contain no document with text.
-
-        If the run encodes one of several partitions, print a warning instead.
-        """
+        """Raise an error that says that the inputs contain no document with text."""
+        # If the run encodes one of several partitions, print a warning instead.
         causes = {
             "faulty records skipped": faults,
             "without text": self.state.counts["empty_documents"],

@@ -40,10 +40,9 @@ _Answer = tuple[bool, Any]  # (True, result) or (False, the error that the funct
 
 
 class Workers:
-    """A pool of `count` processes that apply `function` to items. Use it in a `with` block.
+    """A pool of processes that apply `function` to items. Use it in a `with` block."""
 
-    If `count` is 1, there is no pool, and `function` runs in this process.
-    """
+    # If `count` is 1, there is no pool, and `function` runs in this process.
 
     def __init__(self, function: Callable[[Any], Any], count: int) -> None:
         self.function, self.count = function, count
@@ -78,14 +77,14 @@ class Workers:
         gc.unfreeze()
 
     def map(self, items: Iterable[Any]) -> Iterator[Any]:
-        """Yield the result of `function` for each item, in the order of the items.
+        """Yield the result of the pool's function for each item, in the order of the items.
 
         Call this method only once in a `with` block.
 
         Raises:
-            CorpusError: A worker died while it had an item. The results of all earlier items are
-                yielded first.
-            Exception: `function` raised this error for an item. The results of all earlier items
+            CorpusError: A worker died while it processed an item. The results of all earlier items
+                are yielded first.
+            Exception: The function raised this error for an item. The results of all earlier items
                 are yielded first.
         """
         if not self._workers:  # one process
@@ -138,11 +137,12 @@ class _Worker:
         far_end.close()  # before the next worker is forked, which would inherit it
 
     def answer(self, item: Any) -> _Answer:
-        """Send an item to the worker and return the answer. Several threads may call this method.
+        """Send an item to the worker and return the answer.
 
         Raises:
             EOFError, OSError: The worker died, which closed its pipe.
         """
+        # Several threads may call this method.
         with self._sending:
             self._pipe.send(item)
             self._receiving.acquire()  # before another thread sends: answers come in this order
@@ -153,7 +153,7 @@ class _Worker:
 
 
 def _work(function: Callable[[Any], Any], pipe: Connection, parent: int) -> None:
-    """Run a worker process: receive items from `pipe` and answer each, until the process is killed.
+    """Run a worker process: receive items and answer each, until the process is killed.
 
     Args:
         function: The function that turns an item into a result.

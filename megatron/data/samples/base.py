@@ -15,13 +15,14 @@ class Samples(ABC):
 
     Attributes:
         name: The name of the split ("train", ...), for error messages.
-        num_samples: The number of samples for which the order was built. The data set may be
-            longer.
+        num_samples: The number of samples that the run planned. The data set may be longer.
         seq_length: The number of inputs in a sample. A sample has `seq_length` + 1 tokens.
         published_length: The length that GPT-NeoX's data set has with the same settings.
         where: The paths of the token shards, for error messages.
         remedy: What to do if the data set is too short, for error messages.
     """
+
+    # The order of the samples is built for `num_samples` samples.
 
     name: str
     num_samples: int
@@ -35,9 +36,14 @@ class Samples(ABC):
         return self._length
 
     def batch(self, indices: Sequence[int] | np.ndarray) -> np.ndarray:
-        """Return the samples whose numbers are in `indices` [n], as int64 [n, seq_length + 1].
+        """Return the samples with these numbers.
 
-        A token that does not count as a target is stored as ~id, which is negative.
+        Args:
+            indices: The numbers of n samples.
+
+        Returns:
+            The tokens, int64 [n, seq_length + 1]. A token that does not count as a target is stored
+            as ~id, which is negative.
 
         Raises:
             DataExhausted: An index is outside the data set.

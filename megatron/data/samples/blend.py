@@ -36,7 +36,7 @@ _WARM_UP = 256  # extra steps before each segment, in which guessed counts appro
 
 
 def normalized(weights: Sequence[float]) -> list[float]:
-    """Return the weights scaled to the sum 1.
+    """Return the weights, scaled so that their sum is 1.
 
     Raises:
         DataError: A weight is negative or not finite, or all weights are 0.
@@ -48,16 +48,19 @@ def normalized(weights: Sequence[float]) -> list[float]:
 
 
 def weights_by_documents(documents: Sequence[int], alpha: float) -> list[float]:
-    """Return the weights of corpora for the config key `weight_by_num_documents`, with the sum 1.
+    """Return the weight of each corpus, computed from its number of documents n_d.
 
-    With n_d documents in corpus d, the weight of corpus d is proportional to q_d (1 - p_d), where
+    The weight of corpus d is proportional to q_d (1 - p_d), where
 
         p_d = n_d / sum_c n_c   and   q_d = p_d^alpha / sum_c p_c^alpha.
 
+    The sums are over all corpora c. The weights have the sum 1.
+
     Args:
         documents: The number of documents in each corpus.
-        alpha: The exponent.
+        alpha: The exponent of p_d in q_d.
     """
+    # The config key `weight_by_num_documents` selects these weights.
     total = sum(documents)
     if len(documents) == 1 or total == 0:  # a split without documents has no samples either
         return [1.0] * len(documents)
@@ -72,19 +75,16 @@ def weights_by_documents(documents: Sequence[int], alpha: float) -> list[float]:
 def samples_to_index(num_samples: int, weights: Sequence[float]) -> list[int]:
     """Return the number of samples that each corpus must provide, as in GPT-NeoX.
 
-    This number is 0.5% larger than `num_samples` times the weight of the corpus.
-
     Args:
         num_samples: The number of samples of the blend.
         weights: The weights of the corpora, normalised to the sum 1.
     """
+    # This number is 0.5% larger than `num_samples` times the weight of the corpus.
     return [int(math.ceil(num_samples * weight * _SPARE)) for weight in weights]
 
 
 def blend_choices(weights: np.ndarray, size: int) -> np.ndarray:
-    """Return, for each sample, the corpus (0, 1, ...) from which it is taken.
-
-    Each sample is taken from the corpus that lags most behind its weight, as in GPT-NeoX.
+    """Choose a corpus (0, 1, ...) for each sample, as in GPT-NeoX.
 
     Args:
         weights: The weight of each corpus, float64, normalised to the sum 1.
@@ -96,6 +96,8 @@ def blend_choices(weights: np.ndarray, size: int) -> np.ndarray:
     Raises:
         DataError: There are more than 254 corpora.
     """
+    # Of i samples, a corpus with the weight w should get w * i. Each sample is drawn from the
+    # corpus whose number of samples so far is furthest below this target.
     if len(weights) > _MAX_CORPORA:
         raise DataError(f"{len(weights)} corpora to blend: at most {_MAX_CORPORA}")
     # Each choice depends on how often each corpus was chosen before (its count). A plain loop over
@@ -134,12 +136,12 @@ def blend_choices(weights: np.ndarray, size: int) -> np.ndarray:
 def _lockstep(
     weights: np.ndarray, counts_BD: np.ndarray, step_B: np.ndarray, length: int
 ) -> np.ndarray:
-    """Choose corpora for `length` samples in each of B segments, all segments in parallel.
+    """Choose the corpora of B segments with `length` samples each, all segments in parallel.
 
     Args:
         weights: The weight of each of D corpora, [D].
-        counts_BD: How often each corpus was chosen before each segment. Updated in place.
-        step_B: The index of the first sample in each segment.
+        counts_BD: How often each corpus was chosen before each segment, [B, D]. Updated in place.
+        step_B: The index of the first sample in each segment, [B].
 
     Returns:
         The corpus (0, 1, ...) chosen for each sample, uint8 [B, length].
@@ -155,23 +157,26 @@ def _lockstep(
 
 
 class BlendedDataset(Samples):
-    """A data set that takes its samples from several corpora by weight.
+    """A data set that draws its samples from several corpora, according to their weights.
 
     Args:
-        build: `build(d, num_samples, extend_to)` returns the data set of corpus d.
-        weights: The weights of the corpora, with any sum above 0.
+        build: A function of (d, number of samples, minimum length) that returns the data set of
+            corpus d.
+        weights: The weights of the corpora. Their sum need not be 1.
         num_samples: The number of samples of the blend.
         name: The name of the split ("train", ...), for error messages.
-        extend_to: The length of the data set, if this is larger than `num_samples`. The additional
-            samples do not change the first `num_samples` samples.
+        extend_to: The minimum length of the data set. Additional samples come after the first
+            `num_samples` samples.
 
     Attributes:
-        choices: uint8 [length], the corpus (0, 1, ...) from which each sample is taken.
+        choices: The corpus (0, 1, ...) of each sample, uint8 [length].
 
     Raises:
         DataError: A weight is negative or not finite, all weights are 0, or there are more than 254
             corpora.
     """
+
+    # The additional samples do not change the first `num_samples` samples.
 
     def __init__(
         self,

@@ -36,20 +36,20 @@ class TokenDataset(Samples):
 
     Args:
         documents: (start, end). The split includes document `start` and excludes document `end`.
-        num_samples: The number of samples for which the index is built. The order of the samples
-            depends on this number, so a checkpoint must record it.
-        name: The name of the split ("train", ...), for error messages and for the names of cache
-            folders.
-        cache_dir: The folder in which the sample index is stored and then memory-mapped. With None,
-            the index exists only in memory.
-        extend_to: The minimum length of the data set, or None for no minimum. Samples that are
-            added for this purpose follow the samples of the index.
+        num_samples: The number of samples that the run plans. It determines the order of the
+            samples.
+        name: The name of the split ("train", ...).
+        cache_dir: The folder for the stored order of the samples. With None, the order exists only
+            in memory.
+        extend_to: The minimum length of the data set, or None. Additional samples come last.
 
     Raises:
         ShardError: The split has no documents or no tokens, or the tokens in the shards are not
             integers.
-        ValueError: The shards do not contain all of `documents`.
     """
+
+    # A checkpoint must record `num_samples`. The name appears in error messages and in the names of
+    # cache folders. The stored sample index is memory-mapped.
 
     remedy = "raise train_iters (or extend_to), or give more data"
 
@@ -68,8 +68,6 @@ class TokenDataset(Samples):
         self.where = shards.prefix
         self.num_samples, self.seq_length, self.seed = num_samples, seq_length, seed
         start, end = documents
-        if not 0 <= start <= end <= len(shards):
-            raise ValueError(f"documents {documents} of {len(shards)}")
         if shards.dtype.kind not in "iu":
             raise ShardError(f"{shards.prefix}.idx: holds {shards.dtype.name} numbers, not tokens")
         if start == end:
@@ -93,10 +91,8 @@ class TokenDataset(Samples):
 
     @property
     def index(self) -> SampleIndex:
-        """The sample index that GPT-NeoX builds for `num_samples` samples.
-
-        The samples that `extend_to` adds are not in this index.
-        """
+        """GPT-NeoX's sample index for the planned number of samples."""
+        # The samples that `extend_to` adds are not in this index.
         return self._blocks[0]
 
     def fill(self, out_NT: np.ndarray, indices_N: np.ndarray) -> None:
@@ -111,7 +107,7 @@ class TokenDataset(Samples):
             out_NT[rows] = of_block_NT
 
     def _fill_from(self, out_NT: np.ndarray, index: SampleIndex, numbers_N: np.ndarray) -> None:
-        """Write sample number `numbers_N[i]` of `index` to row i of `out_NT`, for each i."""
+        """Write sample number `numbers_N[i]` of an index to row i of `out_NT`, for each i."""
         cut_N = index.shuffle_idx[numbers_N].astype(np.int64)
         begin_N2, end_N2 = index.sample_idx[cut_N], index.sample_idx[cut_N + 1]
         # A sample consists of one piece from each of several consecutive documents. Piece p of the

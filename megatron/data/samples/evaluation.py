@@ -21,20 +21,20 @@ from megatron.data.shards.interface import Shards, tokens_of
 def eval_sequences(
     shards: Shards, documents: tuple[int, int], length: int, max_tokens: int
 ) -> np.ndarray:
-    """Return n evaluation sequences of some documents, as int64 [n, length + 1].
+    """Cut documents into n evaluation sequences, int64 [n, length + 1].
 
-    n is the largest number for which the documents hold n * length + 1 tokens and n * length is at
-    most `max_tokens`.
+    The last token of a sequence is also the first token of the next sequence.
 
     Args:
         documents: (start, end). The range includes document `start` and excludes document `end`.
         length: The number of targets in a sequence.
-        max_tokens: The largest number of targets in all sequences. To compare several lengths on
-            the same targets, pass the return value of `eval_span`.
+        max_tokens: The largest number of targets in all sequences together.
 
     Raises:
         ShardError: The documents are too short for one sequence.
     """
+    # The number n is as large as the documents and `max_tokens` allow. To compare several lengths
+    # on the same targets, pass the return value of `eval_span`.
     row = tokens_of(shards, documents)
     n = min(max_tokens, len(row) - 1) // length
     if n < 1:
@@ -52,15 +52,17 @@ def eval_sequences(
 def eval_span(
     shards: Shards, documents: tuple[int, int], lengths: Sequence[int], max_tokens: int
 ) -> int:
-    """Return a number of targets that sequences of any length in `lengths` cover exactly.
+    """Return how many targets to evaluate, so that all sequence lengths get the same targets.
 
-    The number exceeds neither `max_tokens` nor the number of targets in the documents. It is the
-    largest common multiple of `lengths` within these limits. If there is none, it is the largest
-    multiple of max(lengths) within the limits, which may be 0.
+    The result is the largest common multiple of `lengths` that the limits allow.
 
     Args:
         documents: (start, end). The range includes document `start` and excludes document `end`.
+        lengths: The numbers of targets in a sequence.
+        max_tokens: The largest number of targets. The documents are the other limit.
     """
+    # If every common multiple is too large, the result is the largest multiple of max(lengths)
+    # within the limits. This multiple may be 0.
     available = max(0, min(max_tokens, len(tokens_of(shards, documents)) - 1))
     multiple = math.lcm(*lengths)
     if available >= multiple:

@@ -43,10 +43,10 @@ class SampleIndex:
     sample, and the pieces are shuffled as well.
 
     Attributes:
-        doc_idx: [epochs * documents], the shuffled document numbers.
-        sample_idx: [samples + 1, 2]. Row i says where piece i starts: the place of its first
-            document in doc_idx, and the offset of its first token in this document.
-        shuffle_idx: [samples]. Sample i is piece number shuffle_idx[i].
+        doc_idx: The shuffled document numbers, [epochs * documents].
+        sample_idx: Where each piece starts, [samples + 1, 2]. A row holds an index into doc_idx,
+            and the offset of the first token in that document.
+        shuffle_idx: The piece of each sample, [samples].
     """
 
     doc_idx: np.ndarray
@@ -60,7 +60,7 @@ class SampleIndex:
 
 
 def num_epochs(tokens_per_epoch: int, seq_length: int, num_samples: int) -> int:
-    """Return the fewest epochs whose tokens give at least `num_samples` samples."""
+    """Return the smallest number of epochs that contain at least `num_samples` samples."""
     return max(1, -(-(num_samples * seq_length + 1) // tokens_per_epoch))
 
 
@@ -70,8 +70,7 @@ class IndexArguments(NamedTuple):
     Attributes:
         sizes: The number of tokens in each document of the shards, int32.
         documents: (start, end). The split includes document `start` and excludes document `end`.
-        num_samples: The minimum number of samples in the index. If it is 0, the index covers one
-            epoch.
+        num_samples: The minimum number of samples in the index; 0 means one epoch.
         seq_length: The number of inputs in a sample. A sample has `seq_length` + 1 tokens.
         seed: The seed of the two shuffles.
     """
@@ -84,11 +83,12 @@ class IndexArguments(NamedTuple):
 
 
 def build_sample_index(arguments: IndexArguments) -> SampleIndex:
-    """Build GPT-NeoX's sample index of a split, for samples of `seq_length` + 1 tokens.
+    """Build GPT-NeoX's sample index of a split.
 
     Raises:
         ShardError: The split has no tokens.
     """
+    # Samples have `seq_length` + 1 tokens.
     sizes, (start, end), num_samples, seq_length, seed = arguments
     tokens_per_epoch = int(sizes[start:end].sum(dtype=np.int64))
     if tokens_per_epoch == 0:
@@ -109,12 +109,13 @@ def build_sample_index(arguments: IndexArguments) -> SampleIndex:
 
 
 def sample_idx_dtype(num_built: int, num_places: int) -> type:
-    """Return the dtype of `SampleIndex.sample_idx`: int32 if it is wide enough, otherwise int64.
+    """Return int32 if it is wide enough for the values of `sample_idx`, otherwise int64.
 
     Args:
         num_built: The number of samples in the index.
         num_places: The length of `doc_idx`.
     """
+    # See `SampleIndex`.
     # GPT-NeoX's rule is that int32 can represent the number of entries of the array.
     limit = np.iinfo(np.int32).max
     return np.int32 if 2 * (num_built + 1) < limit and num_places <= limit else np.int64
@@ -123,7 +124,7 @@ def sample_idx_dtype(num_built: int, num_places: int) -> type:
 def cut_samples(
     sizes: np.ndarray, doc_idx: np.ndarray, seq_length: int, total_tokens: int
 ) -> np.ndarray:
-    """Cut the concatenated documents at every `seq_length`-th token, and return where the cuts are.
+    """Return where the concatenated documents are cut into samples of `seq_length` inputs.
 
     Args:
         sizes: The number of tokens in each document of the shards.
@@ -131,8 +132,8 @@ def cut_samples(
         total_tokens: The number of tokens in the concatenated documents.
 
     Returns:
-        `sample_idx` [number of cuts, 2]: for each cut, the place in `doc_idx` and the offset in
-        that document. The start of the first sample counts as a cut.
+        For each cut, an index into `doc_idx` and the offset in that document, [cuts, 2]. The start
+        of the first sample counts as a cut.
     """
     built = (total_tokens - 1) // seq_length
     cuts_S2 = np.empty((built + 1, 2), dtype=sample_idx_dtype(built, len(doc_idx)))

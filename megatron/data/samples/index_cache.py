@@ -33,13 +33,13 @@ _ARRAYS = ("doc_idx", "sample_idx", "shuffle_idx")
 def cache_folder(data_folder: Path) -> Path:
     """Return the folder for cached sample indices, and create it if it does not exist.
 
-    The folder is `index_cache` inside `data_folder`, the folder of the token shards. If
-    `data_folder` cannot be written, return a folder of the current user in the system's temporary
-    folder.
+    The folder is in `data_folder` or, if that cannot be written, in the system's temporary folder.
 
     Raises:
         DataError: The folder in the system's temporary folder belongs to another user.
     """
+    # The folder's name in `data_folder`, the folder of the token shards, is `index_cache`. The
+    # folder in the temporary folder belongs to the current user.
     folder = data_folder / "index_cache"
     try:
         folder.mkdir(exist_ok=True)
@@ -58,7 +58,7 @@ def cache_folder(data_folder: Path) -> Path:
 def cached_sample_index(
     cache_dir: str | os.PathLike, name: str, arguments: IndexArguments
 ) -> SampleIndex:
-    """Load a sample index from `cache_dir`, or build it with `build_sample_index` and store it.
+    """Load a sample index from `cache_dir`, or build and store it.
 
     Args:
         name: The start of the name of the index folder, such as "train".
@@ -80,7 +80,8 @@ def cached_sample_index(
 
 
 def _load(folder: Path) -> SampleIndex | None:
-    """Memory-map the sample index in `folder`. Return None if a file is missing or unreadable."""
+    """Load the sample index in `folder`, or return None if a file is missing or unreadable."""
+    # The index is memory-mapped.
     if not folder.is_dir():
         return None
     try:
@@ -92,7 +93,8 @@ def _load(folder: Path) -> SampleIndex | None:
 
 
 def _store(index: SampleIndex, folder: Path) -> SampleIndex:
-    """Store `index` in `folder`, and return it memory-mapped. Return `index` if storing fails."""
+    """Store `index` in `folder`, and return it memory-mapped."""
+    # If storing fails, `index` itself is returned.
     # `files.replacing` is not used, because its temporary names contain only the process id. Two
     # machines that share the folder may have processes with the same id.
     unfinished = folder.with_name(f".{folder.name}.{uuid.uuid4().hex[:8]}")

@@ -29,7 +29,7 @@ class TrainLoader:
     consumed in total.
 
     Args:
-        global_batch: The number of samples in a global batch.
+        global_batch: The number of samples in a global batch, a multiple of micro_batch * dp_size.
         micro_batch: The number of samples in a micro-batch of one rank.
         vocab_size: The tokenizer's vocabulary size. Every token id must be smaller than
             `vocab_size`. None means that token ids are not checked.
@@ -39,8 +39,6 @@ class TrainLoader:
         step_samples: The number of samples that all ranks read in a micro-step, in total.
 
     Raises:
-        ValueError: From the constructor, if the batch sizes, ranks or `consumed_samples` do not fit
-            together.
         DataExhausted: From `next`, if too few samples are left.
         ShardError: From `next`, if a token is not smaller than `vocab_size`.
     """
@@ -56,20 +54,10 @@ class TrainLoader:
         *,
         vocab_size: int | None = None,
     ) -> None:
-        step = micro_batch * dp_size
-        if micro_batch < 1 or global_batch < 1 or global_batch % step:
-            raise ValueError(
-                f"global batch {global_batch} is not a multiple of micro batch {micro_batch} x "
-                f"{dp_size} data-parallel ranks"
-            )
-        if not 0 <= dp_rank < dp_size:
-            raise ValueError(f"data-parallel rank {dp_rank} of {dp_size}")
-        if consumed_samples < 0:
-            raise ValueError(f"consumed_samples {consumed_samples} is negative")
         self.dataset, self.global_batch, self.micro_batch = dataset, global_batch, micro_batch
         self.dp_rank, self.dp_size, self.consumed_samples = dp_rank, dp_size, consumed_samples
-        self.vocab_size, self.micro_steps = vocab_size, global_batch // step
-        self.step_samples = step
+        self.vocab_size, self.step_samples = vocab_size, micro_batch * dp_size
+        self.micro_steps = global_batch // self.step_samples
 
     def __iter__(self) -> Iterator[np.ndarray]:
         return self
@@ -103,11 +91,11 @@ class TrainLoader:
 def sample_counts(
     train_iters: int, eval_interval: int, eval_iters: int, train_batch_size: int
 ) -> tuple[int, int, int]:
-    """Return the numbers of samples for which GPT-NeoX builds the train, valid and test indices.
+    """Return the minimum numbers of samples in GPT-NeoX's train, valid and test indices.
 
     The training index is built for `train_iters` batches. The validation index is built for one
     evaluation every `eval_interval` iterations and one at the end. The test index is built for one
-    evaluation. An evaluation takes `eval_iters` batches.
+    evaluation. Each evaluation reads `eval_iters` batches.
     """
     evaluations = train_iters // eval_interval + 1
     return (
@@ -128,8 +116,8 @@ def published_start(
         valid   (iteration * loader.micro_steps // eval_interval) * eval_iters
         test    0
 
-    For train and valid, this number is taken modulo the number of complete micro-steps in the data
-    set. GPT-NeoX's formula for valid is correct only if `loader.micro_steps` is 1.
+    For train and valid, this number is reduced modulo the number of complete micro-steps in the
+    data set. GPT-NeoX's formula for valid is correct only if `loader.micro_steps` is 1.
 
     Args:
         split: "train", "valid" or "test".
@@ -139,7 +127,5 @@ def published_start(
         micro_steps_done = micro_steps_done // eval_interval * eval_iters
     elif split == "test":
         return 0
-    elif split != "train":
-        raise ValueError(f"split {split!r} is none of train, valid, test")
     step = loader.step_samples
     return micro_steps_done % max(1, loader.dataset.published_length // step) * step

@@ -13,8 +13,7 @@ def split_documents(split: str, num_documents: int) -> list[tuple[int, int]]:
     """Divide documents into consecutive ranges for training, validation and test, as GPT-NeoX does.
 
     Args:
-        split: Three weights such as "969, 30, 1", separated by `,` or `/`. Missing weights are 0,
-            and weights after the third are ignored.
+        split: Three weights such as "969, 30, 1", separated by `,` or `/`.
         num_documents: The number of documents to divide.
 
     Returns:
@@ -24,6 +23,7 @@ def split_documents(split: str, num_documents: int) -> list[tuple[int, int]]:
     Raises:
         DataError: `split` is not a list of finite weights >= 0 with a sum above 0.
     """
+    # Missing weights are 0, and weights after the third are ignored.
     separator = "," if "," in split else "/"
     try:
         weights = [float(part) for part in split.split(separator)]

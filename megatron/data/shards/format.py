@@ -56,8 +56,8 @@ def starts_in_bin(sizes: np.ndarray, itemsize: int, begin: int) -> tuple[np.ndar
         begin: The offset in bytes at which the first of these documents starts.
 
     Returns:
-        (starts, end): the offset in bytes at which each document starts, int64 [n], and the offset
-        in bytes at which the last document ends.
+        (starts, end), both in bytes. `starts` is the offset of each document, int64 [n]. `end` is
+        the offset at which the last document ends.
     """
     ends = begin + np.cumsum(sizes, dtype=np.int64) * itemsize
     return ends - sizes * np.int64(itemsize), int(ends[-1])

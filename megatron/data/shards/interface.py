@@ -20,12 +20,12 @@ class Shards(Protocol):
     """Read access to the tokens of n documents. The caller must not write to the arrays.
 
     Attributes:
-        prefix: The path of the .bin and .idx files without the suffix. For several token shards,
-            one string with all their paths, for error messages.
+        prefix: The path of the .bin and .idx files without the suffix. Several token shards have
+            one text with all their paths.
         folder: The folder that contains the files of the shard, or of the first of several shards.
         dtype: The little-endian dtype of the tokens.
-        sizes: int32 [n], the number of tokens in each document.
-        pointers: int64 [n], the offset in bytes in `tokens` at which each document starts.
+        sizes: The number of tokens in each document, int32 [n].
+        pointers: The offset in bytes in `tokens` at which each document starts, int64 [n].
         tokens: The tokens of all documents, one document after the other.
     """
 
@@ -46,14 +46,13 @@ class Shards(Protocol):
 def tokens_of(shards: Shards, documents: tuple[int, int]) -> np.ndarray:
     """Return the tokens of several consecutive documents as one array.
 
-    The array is a view, not a copy, if the documents lie in one shard.
-
     Args:
         documents: (start, end). The range includes document `start` and excludes document `end`.
 
     Raises:
         ValueError: The shards do not contain all these documents.
     """
+    # The array is a view, not a copy, if the documents lie in one shard.
     start, end = documents
     if not 0 <= start <= end <= len(shards):
         raise ValueError(f"{shards.prefix}: documents {documents} of {len(shards)}")

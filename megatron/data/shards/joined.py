@@ -22,14 +22,16 @@ DataPath = str | os.PathLike | Sequence[str | os.PathLike]
 
 
 def find_prefixes(data_path: DataPath) -> list[str]:
-    """Return the prefixes (paths without .bin or .idx) of the shards that `data_path` names.
+    """Return the paths (without .bin or .idx) of the shards that `data_path` names, in order.
 
-    The prefixes keep the order of `data_path`. The matches of a glob pattern are sorted.
+    Args:
+        data_path: Paths or glob patterns. The matches of a pattern are sorted.
 
     Raises:
-        ShardError: A pattern has no match, a pattern matches some but not all partitions of a
-            preparation run, a prefix is named twice, or `data_path` is empty.
+        ShardError: A path or match is missing, a path is named twice, or a pattern matches only
+            some parts of a corpus.
     """
+    # The parts of a corpus are the partitions of a preparation run.
     given = [data_path] if isinstance(data_path, str | os.PathLike) else data_path
     found: list[str] = []
     for path in [os.fspath(each) for each in given]:
@@ -51,13 +53,17 @@ def find_prefixes(data_path: DataPath) -> list[str]:
 
 
 def _check_all_partitions(pattern: str, prefixes: list[str]) -> None:
-    """Check that `prefixes` name either all or none of the partitions of a preparation run.
+    """Check that no part of a corpus is missing.
 
-    Each process of `prepare_data.py --partition I/N` writes the shard of one partition.
+    Args:
+        pattern: The glob pattern for the error message.
+        prefixes: The paths of the shards that match, without .bin or .idx.
 
     Raises:
-        ShardError: A partition is missing.
+        ShardError: A part is missing.
     """
+    # Each process of `prepare_data.py --partition I/N` writes the shard of one partition. If
+    # `prefixes` name one partition of a run, they must name all partitions of this run.
     found: dict[int, set[int]] = {}
     for prefix in prefixes:
         if partition := partition_of(read_manifest(prefix)):
@@ -75,11 +81,11 @@ def open_each(data_path: DataPath, tokenizer: Tokenizer | None = None) -> list[S
 
     Args:
         tokenizer: The tokenizer that must have made the shards, or None to accept any tokenizer.
-            A shard without a manifest is always accepted.
 
     Raises:
-        ShardError: A shard cannot be read, or its manifest names another tokenizer.
+        ShardError: A shard cannot be read, or another tokenizer made it.
     """
+    # A shard without a manifest is always accepted.
     prefixes = find_prefixes(data_path)
     if tokenizer is not None:
         for prefix in prefixes:
@@ -95,13 +101,14 @@ def join(readers: Sequence[ShardReader]) -> Shards:
 class JoinedShards:
     """Several shards as one data set that implements `Shards`.
 
-    The documents of the first shard come first, then those of the second, and so on. All arrays
-    equal those of a single shard with the same documents. `tokens[a:b]` is a view if the slice lies
-    in one shard, otherwise a copy.
+    The documents of the first shard come first, then those of the second, and so on.
 
     Raises:
         ShardError: The shards differ in dtype or tokenizer.
     """
+
+    # All arrays equal those of a single shard with the same documents. `tokens[a:b]` is a view if
+    # the slice lies in one shard, otherwise a copy.
 
     def __init__(self, readers: Sequence[ShardReader]) -> None:
         check_compatible(readers)
@@ -125,8 +132,8 @@ class _JoinedTokens:
     """Several token arrays that can be sliced as if they were concatenated.
 
     Attributes:
-        starts: The index at which each array starts in the concatenation. The last entry is the
-            length of the concatenation.
+        starts: The index at which each array starts in the concatenation, and at the end the length
+            of the concatenation.
     """
 
     def __init__(self, arrays: list[np.ndarray], dtype: np.dtype) -> None:

@@ -21,10 +21,11 @@ def build_manifest(tokenizer: Tokenizer, append_eod: bool, counts: dict, source:
     Args:
         tokenizer: The tokenizer that made the shard.
         append_eod: Whether each document ends with the tokenizer's end-of-document token.
-        counts: Maps each name in `COUNTS`, such as "documents", to a number.
-        source: A dict that describes the encoded files. If the shard is one of several partitions,
-            the key `partition` describes that partition.
+        counts: Maps what was counted, such as "documents", to its count.
+        source: A dict that describes the encoded files.
     """
+    # The keys of `counts` are `COUNTS`. If the shard is one of several partitions, the key
+    # `partition` of `source` describes that partition.
     return {
         "format": 1,
         "tokenizer": tokenizer.name,
@@ -38,7 +39,8 @@ def build_manifest(tokenizer: Tokenizer, append_eod: bool, counts: dict, source:
 
 
 def to_bytes(manifest: dict) -> bytes:
-    """Return `manifest` as JSON, the content of the file PREFIX.json."""
+    """Return `manifest` as JSON."""
+    # This is the content of the file PREFIX.json.
     return (json.dumps(manifest, indent=2) + "\n").encode()
 
 
@@ -46,12 +48,12 @@ def read_manifest(prefix: str | os.PathLike) -> dict | None:
     """Read the manifest of the shard with this prefix.
 
     Returns:
-        The manifest, or None if the file PREFIX.json does not exist. Shards that another program
-        wrote have no manifest.
+        The manifest, or None if the file PREFIX.json does not exist.
 
     Raises:
         ShardError: The file PREFIX.json is not valid JSON, or has values of wrong types.
     """
+    # Shards that another program wrote have no manifest.
     path = shard_path(prefix, ".json")
     if not path.is_file():
         return None
@@ -73,7 +75,8 @@ def read_manifest(prefix: str | os.PathLike) -> dict | None:
 
 
 def _is_partition(value: object) -> bool:
-    """Return whether `value` is None or a valid entry `partition` (see `partition_of`)."""
+    """Return whether `value` is a valid description of a partition, or None."""
+    # See `partition_of`.
     match value:
         case None:
             return True
@@ -88,14 +91,16 @@ def _is_partition(value: object) -> bool:
 
 
 def partition_of(manifest: dict | None) -> dict | None:
-    """Return the manifest's entry `partition`, or None if there is no such entry.
+    """Return which part of a corpus the shard holds, or None if the shard holds the whole corpus.
 
-    A preparation run can be divided into partitions, and each partition is written to a shard of
-    its own. The entry is a dict with four keys:
+    The result is a dict with four keys:
 
-    - `part`: The number of the partition, counted from 1.
-    - `of`: The number of partitions.
-    - `begin`, `end`: The first and the last chunk of the partition, as pairs [number of the input,
-      number of the chunk in that input]. Both are None if the partition has no chunk.
+    - `part`: The number of this part, counted from 1.
+    - `of`: The number of all parts.
+    - `begin`: The first chunk of the part, as [number of the input, number of the chunk in it].
+    - `end`: The last chunk of the part, in the same form.
     """
+    # It is the manifest's entry `partition`. A preparation run can be divided into partitions, and
+    # each partition is written to a shard of its own. `begin` and `end` are None if the partition
+    # has no chunk.
     return ((manifest or {}).get("source") or {}).get("partition")

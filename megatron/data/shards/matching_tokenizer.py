@@ -12,11 +12,10 @@ from megatron.data.tokenizers.base import Tokenizer
 def check_tokenizer(prefix: str | os.PathLike, tokenizer: Tokenizer) -> None:
     """Check that the shard with this prefix was made with `tokenizer`.
 
-    A shard without a manifest is accepted.
-
     Raises:
         ShardError: The manifest of the shard names another tokenizer.
     """
+    # A shard without a manifest is accepted.
     manifest = read_manifest(prefix)
     if manifest and manifest["tokenizer_fingerprint"] != tokenizer.fingerprint():
         raise ShardError(

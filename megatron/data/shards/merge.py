@@ -19,16 +19,18 @@ def merge(prefixes: Sequence[str], output: str | os.PathLike) -> tuple[int, int]
     """Merge token shards into one new shard, with their documents in the given order.
 
     Args:
-        prefixes: The prefixes of the shards to merge.
-        output: The prefix of the new shard.
+        prefixes: The paths of the shards to merge, without .bin or .idx.
+        output: The path of the new shard, without .bin or .idx.
 
     Returns:
         The numbers of documents and tokens in the new shard.
 
     Raises:
-        ShardError: `output` exists, the disk is full, all shards are empty, the shards differ in
-            dtype or tokenizer, or a partition of a preparation run is missing.
+        ShardError: `output` exists, the disk is full, or the shards cannot be merged. For example,
+            they differ in dtype or tokenizer.
     """
+    # The shards cannot be merged either if all are empty, or if a partition of a preparation run is
+    # missing.
     if Path(f"{output}.idx").exists():
         raise ShardError(f"{output}.idx: exists already; remove it, or choose another name")
     readers = [ShardReader(prefix) for prefix in prefixes]
@@ -50,11 +52,9 @@ def _copy(
 ) -> tuple[int, int]:
     """Append all documents of `readers` to `writer`. The caller must finalize the writer.
 
-    If each merged shard has a manifest, give the new shard a manifest that combines all of them.
-
     Args:
         readers: The shards to merge, in the order of their documents.
-        manifests: The manifests of the shards. The list has no entry for a shard without manifest.
+        manifests: The manifests of the shards.
         writer: The writer of the new shard.
 
     Returns:
@@ -63,6 +63,8 @@ def _copy(
     Raises:
         ShardError: The shards to merge contain no document.
     """
+    # `manifests` has no entry for a shard without manifest. If each merged shard has a manifest,
+    # the new shard gets a manifest that combines all of them.
     for reader in readers:
         writer.add_documents(reader.tokens[:0], reader.sizes)
         for start in range(0, len(reader.tokens), _TOKENS_AT_ONCE):
@@ -81,18 +83,17 @@ def _copy(
 
 
 def _check_partitions(prefixes: Sequence[str], partitions: Sequence[dict | None]) -> None:
-    """Check that the shards are all partitions of one run, in order and without a gap.
-
-    If no shard is a partition, there is nothing to check.
+    """Check that the shards are all parts of one corpus, in order and without a gap.
 
     Args:
-        prefixes: The prefixes of the shards, for error messages.
-        partitions: The return value of `manifest.partition_of` for each shard.
+        prefixes: The paths of the shards, for error messages.
+        partitions: Which part each shard holds. None means that the shard is a whole corpus.
 
     Raises:
-        ShardError: A partition is missing or out of order, or the partitions were made from
-            different inputs.
+        ShardError: A part is missing or out of order, or the parts were made from different inputs.
     """
+    # `partitions` are results of `manifest.partition_of`. If no shard is a partition, there is
+    # nothing to check.
     known = [each for each in partitions if each]
     if not known:
         return

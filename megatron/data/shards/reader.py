@@ -18,16 +18,17 @@ _CHECK_ROWS = 1 << 20  # the number of documents whose pointers are checked at a
 class ShardReader:
     """One token shard, mapped into memory. It implements `Shards`.
 
-    The class corresponds to Megatron's `MMapIndexedDataset`. `Shards` describes the other
-    attributes.
+    The class corresponds to Megatron's `MMapIndexedDataset`.
 
     Attributes:
-        doc_idx: The array `doc_idx` of the .idx file (see `format.py`).
+        doc_idx: The array of this name in the .idx file.
 
     Raises:
         ShardError: A file is missing, incomplete or damaged, or the .bin and .idx file do not
             belong together.
     """
+
+    # `Shards` describes the other attributes, and `format.py` the .idx file.
 
     def __init__(self, prefix: str | os.PathLike) -> None:
         self.prefix = os.fspath(prefix)

@@ -20,26 +20,25 @@ _ROWS = 1 << 16  # the number of documents handled at a time (2 MB) to complete 
 class ShardWriter(AbstractContextManager["ShardWriter"]):
     """A writer of a token shard, the files PREFIX.bin and PREFIX.idx.
 
-    The writer appends to PREFIX.bin.part and PREFIX.idx.part. `finalize` completes and renames both
-    files, the .idx last. If the .idx file exists, the shard is therefore complete. Only one process
-    at a time may write the same PREFIX.
-
-    At the end of a `with` block, the writer calls `finalize`. If the block raises an error, the
-    writer instead removes the .part files unless `keep_parts` is True.
-
-    A killed process leaves its .part files. To continue them, make a new writer of the same PREFIX
-    and call `rewind` with the numbers that `sync` returned last. Without `rewind`, the new writer
-    overwrites the .part files.
+    The files have the suffix .part until `finalize` completes them. Only one process at a time may
+    write the same PREFIX.
 
     Attributes:
         documents, tokens: The numbers of documents and tokens written so far.
-        manifest: The content of PREFIX.json as bytes, or None. `finalize` writes this file.
-        keep_parts: Whether the .part files stay if the block raises an error.
+        manifest: The content of PREFIX.json as bytes, or None.
+        keep_parts: Whether the .part files stay if the `with` block raises an error.
 
     Raises:
         ShardError: The format does not support `dtype`, the folder cannot be made, or another
             process is writing the same PREFIX.
     """
+
+    # `finalize` renames both files, the .idx last. If the .idx file exists, the shard is therefore
+    # complete. `finalize` also writes PREFIX.json, and it is called at the end of a `with` block.
+    # If the block raises an error, the .part files are removed unless `keep_parts` is True.
+    # - A killed process leaves its .part files. To continue them, make a new writer of the same
+    #   PREFIX and call `rewind` with the numbers that `sync` returned last. Without `rewind`, the
+    #   new writer overwrites the .part files.
 
     def __init__(self, prefix: str | os.PathLike, dtype: np.dtype | type) -> None:
         self.prefix, self.dtype = os.fspath(prefix), np.dtype(dtype)
@@ -78,9 +77,9 @@ class ShardWriter(AbstractContextManager["ShardWriter"]):
             self._close()
 
     def holds(self, documents: int, tokens: int) -> bool:
-        """Return whether the .part files of an earlier writer hold at least `documents` documents.
+        """Return whether unfinished files contain at least these documents and tokens.
 
-        Call `rewind` with the same arguments only if the result is True.
+        An earlier writer has left the files. Call `rewind` only if the result is True.
 
         Args:
             documents: The number of documents.
@@ -92,12 +91,13 @@ class ShardWriter(AbstractContextManager["ShardWriter"]):
         )
 
     def rewind(self, documents: int, tokens: int) -> None:
-        """Truncate the .part files after the first `documents` documents. Continue writing there.
+        """Continue the unfinished files of an earlier writer after their first documents.
 
         Args:
             documents: The number of documents to keep.
             tokens: The number of tokens in these documents.
         """
+        # The .part files are truncated there.
         for file, end in (
             (self._file, tokens * self.dtype.itemsize),
             (self._sizes, HEADER.size + documents * 4),
@@ -119,7 +119,7 @@ class ShardWriter(AbstractContextManager["ShardWriter"]):
 
         Args:
             tokens: The tokens of the documents, one document after the other.
-            sizes: [n], the number of tokens in each document.
+            sizes: The number of tokens in each document, [n].
 
         Raises:
             ValueError: A token does not fit the dtype of the shard.
@@ -160,12 +160,14 @@ class ShardWriter(AbstractContextManager["ShardWriter"]):
         self._close()  # also releases the lock
 
     def _begin(self) -> None:
-        """Empty the .part files before the first write, unless `rewind` was called."""
+        """Empty the .part files before the first write."""
+        # They are kept if `rewind` was called.
         if not self._rewound:
             self.rewind(0, 0)
 
     def _complete_idx(self) -> None:
-        """Append the arrays `pointers` and `doc_idx` to PREFIX.idx.part, then write its header."""
+        """Complete the file PREFIX.idx.part."""
+        # The arrays `pointers` and `doc_idx` are appended, then the header is written.
         n, itemsize, address = self.documents, self.dtype.itemsize, 0
         self._sizes.flush()
         for start in range(0, n, _ROWS):
@@ -187,7 +189,7 @@ class ShardWriter(AbstractContextManager["ShardWriter"]):
         self._idx_part = shard_path(self.prefix, f".idx{ending}")
 
     def _open_tokens(self) -> BinaryIO:
-        """Open PREFIX.bin.part. Create its folder if the folder does not exist.
+        """Open PREFIX.bin.part, and create its folder.
 
         Raises:
             ShardError: The path of the folder, or a part of it, is a file.
@@ -220,5 +222,6 @@ class ShardWriter(AbstractContextManager["ShardWriter"]):
 
 
 def _open(path: os.PathLike) -> BinaryIO:
-    """Open a file to read and write. Create it if it does not exist, but do not truncate it."""
+    """Open a file to read and write, without truncating it."""
+    # The file is created if it does not exist.
     return os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT, 0o666), "r+b", buffering=1 << 20)

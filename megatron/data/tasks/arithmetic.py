@@ -17,8 +17,8 @@ from megatron.data.tasks.base import ASKED, Example, Task, numbers, option, ques
 class Parity(Task):
     """The task of computing the parity of n bits, which is the number of ones modulo 2.
 
-    If `steps` is true, the answer has n tokens: the parity of the first bit, of the first two bits,
-    and so on. Otherwise, the answer is the parity of all n bits.
+    Attributes:
+        steps: Whether the answer has n tokens: token i is the parity of the first i bits.
     """
 
     name = "parity"
@@ -36,11 +36,13 @@ class Parity(Task):
 
 @dataclass(frozen=True)
 class Modular(Task):
-    """The task of computing the value of n numbers joined by `+`, `-` and `*`, modulo `modulus`.
+    """The task of computing an expression of n numbers with `+`, `-` and `*`, modulo `modulus`.
 
-    The value is computed from left to right, without precedence. If `steps` is true, the answer has
-    n tokens: the value of the first number, of the first two numbers, and so on. Otherwise, the
-    answer is the value of all n numbers.
+    The operations are done from left to right, without precedence.
+
+    Attributes:
+        modulus: The modulus.
+        steps: Whether the answer has n tokens: token i is the value of the first i numbers.
     """
 
     name = "modular"
@@ -67,9 +69,11 @@ class Modular(Task):
 class Addition(Task):
     """The task of adding two numbers of n digits. The answer is the sum, written with n + 1 digits.
 
-    If `reverse` is true, the two numbers and the sum are written from their last digit to their
-    first. Each digit of the sum then follows from one digit of each number and the carry so far.
+    Attributes:
+        reverse: Whether all three numbers are written with the last digit first.
     """
+
+    # The reverse order is easier, because the carries then run in the direction of writing.
 
     name = "addition"
     base: int = option(10, least=2)

@@ -37,7 +37,7 @@ def option(default: int | bool, least: int = 1) -> Any:
 
     Args:
         default: The default value of the option.
-        least: The smallest value that a user may give, if the option is a whole number.
+        least: The smallest allowed value of an option that is a whole number.
     """
     return field(default=default, metadata={"least": least})
 
@@ -61,9 +61,10 @@ class Task(ABC):
     Attributes:
         name: The name of the task in `data_path: builtin:NAME`.
         min_length: The shortest length in training.
-        max_length: The longest length in training. All lengths from `min_length` to `max_length`
-            are equally frequent.
+        max_length: The longest length in training.
     """
+
+    # All lengths from `min_length` to `max_length` are equally frequent.
 
     name: ClassVar[str]
     min_length: int = option(1)
@@ -103,7 +104,7 @@ class Task(ABC):
     def row(self, rng: np.random.Generator, length: int) -> np.ndarray:
         """Draw an example and return its tokens as int64 [number of tokens].
 
-        A token of the answer is stored as its id, and any other token as ~id, which is negative.
+        A token of the question is stored as ~id, which is negative, because it is no target.
 
         Raises:
             TaskError: The options do not allow this length.
@@ -119,11 +120,12 @@ class Task(ABC):
 
     @property
     def about(self) -> str:
-        """The task and its options, in words."""
+        """A text that describes the task and its options."""
         return f"task {self}: {self.tokenizer.vocab_size} different tokens"
 
     def identity(self) -> dict[str, Any]:
-        """Return a JSON object with the task's name, its options, and the hash from `content`."""
+        """Return the task's name, options and a hash of its examples, as a JSON object."""
+        # The hash comes from `content`.
         return {"task": self.name, "options": asdict(self), "content": self.content()}
 
     def content(self) -> str:

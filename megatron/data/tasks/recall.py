@@ -13,10 +13,11 @@ from megatron.data.tasks.base import ASKED, Example, Task, option
 class Recall(Task):
     """The task of recalling values by their keys.
 
-    An example lists n pairs of a key and a value. Then each key comes again, in random order,
-    followed by its value, which is the answer. The n keys are all different, so n is at most
-    `keys`. Values may occur several times.
+    An example first lists n pairs (key, value). It then lists the same pairs in a random order,
+    where each value is an answer. The n keys are all different.
     """
+
+    # Therefore n is at most `keys`. Values may occur several times.
 
     name = "mqar"
     keys: int = option(64)

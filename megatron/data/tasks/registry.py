@@ -19,10 +19,13 @@ TASKS: dict[str, type[Task]] = {
 
 
 def build_task(name: str, options: Mapping[str, Any]) -> Task:
-    """Build the task `name` with these options. Options that are left out have their defaults.
+    """Build the task `name`.
+
+    Args:
+        options: The values of the task's options. Other options have their default values.
 
     Raises:
-        TaskError: There is no such task or option, or a value does not fit.
+        TaskError: There is no such task or option, or the value of an option is not allowed.
     """
     if name not in TASKS:
         hint = did_you_mean(name, TASKS)

@@ -20,8 +20,8 @@ _MEASURED = len(SPLITS)  # the stream of random numbers of `examples_at`, after 
 class TaskSamples(Samples):
     """The samples of one split of a length task, such as copying n symbols.
 
-    Each sample holds one example. A token of the answer is stored as its id, and any other token as
-    ~id, which is negative.
+    Each sample holds one example. A token of the question is stored as ~id, which is negative,
+    because it is no target.
 
     Args:
         num_samples, extend_to: The larger of the two is the number of samples in the data set.
@@ -62,12 +62,11 @@ class TaskSamples(Samples):
 
 
 def examples_at(task: Task, length: int, count: int) -> np.ndarray:
-    """Return `count` examples of one length, which are the same in every run.
-
-    A token of the answer is stored as its id, and any other token as ~id, which is negative.
+    """Return `count` examples of the given length. Every run gets the same examples.
 
     Returns:
-        int64 [count, number of tokens in an example].
+        int64 [count, number of tokens in an example]. A token of the question is stored as ~id,
+        which is negative, because it is no target.
 
     Raises:
         TaskError: The task's options do not allow this length.

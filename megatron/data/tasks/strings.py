@@ -28,7 +28,7 @@ class _Rearranged(Task):
 
     @abstractmethod
     def rearranged(self, drawn: list[int]) -> list[int]:
-        """Return the answer to `drawn`, a row of symbols."""
+        """Return the answer for the symbols `drawn` of a question."""
 
 
 @dataclass(frozen=True)

@@ -39,7 +39,7 @@ class TaskTokenizer(Tokenizer):
         return np.array([self.ids[word] for word in words], self.dtype)
 
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:
-        """Return the words of `ids`, each after a space, so that the text can follow a prompt."""
+        """Return the words of `ids`, with a space before each word."""
         return self.decode_runs(ids, lambda run: "".join(f" {self.words[i]}" for i in run))
 
     def count_bytes(self, table: np.ndarray) -> None:

@@ -70,19 +70,21 @@ class Tokenizer(ABC):
 
     @abstractmethod
     def count_bytes(self, table: np.ndarray) -> None:
-        """Write the number of UTF-8 bytes of each token into `table`, int64 zeros [vocab_size].
+        """Write the number of UTF-8 bytes of each token into `table`.
 
-        Count the bytes that a token has in the middle of a text. If `decode` drops the space at the
-        start of a text, also set `_bytes_left_out` to 1. The entry of the end-of-document token may
-        have any value.
+        Count the bytes that a token has in the middle of a text.
+
+        Args:
+            table: Zeros, int64 [vocab_size]. The entry of the end-of-document token may have any
+                value.
         """
+        # If `decode` drops the space at the start of a text, this method also sets
+        # `_bytes_left_out` to 1.
 
     @abstractmethod
     def _content(self) -> bytes:
-        """Return bytes that identify this tokenizer among the tokenizers of its type.
-
-        Two tokenizers return the same bytes only if they give the same ids to every text.
-        """
+        """Return bytes that distinguish this tokenizer from other tokenizers of the same type."""
+        # Two tokenizers that encode some text differently return different bytes.
 
     @cached_property
     def dtype(self) -> np.dtype:
@@ -90,18 +92,19 @@ class Tokenizer(ABC):
         return best_dtype(self.vocab_size)
 
     def load(self) -> None:  # noqa: B027  most tokenizers have nothing to build
-        """Build the encoder now, not at the first `encode`, so that forked processes share it."""
+        """Build the encoder now, so that forked processes share it."""
+        # Otherwise it is built at the first `encode`.
 
     def encode_prompt(self, text: str) -> list[int]:
-        """Return the token ids of `text`, preceded by the ids in `begin`.
+        """Return the token ids of `text`, preceded by the ids in `self.begin`.
 
-        If the token ids of `text` already start with `begin`, return them unchanged.
+        If the token ids of `text` already start with these ids, return them unchanged.
         """
         ids, begin = self.encode(text).tolist(), list(self.begin)
         return ids if ids[: len(begin)] == begin else begin + ids
 
     def encode_batch(self, texts: list[str]) -> list[np.ndarray]:
-        """Return the token ids of each text, as `encode` does for one text."""
+        """Return the token ids of each text."""
         return [self.encode(text) for text in texts]
 
     def decode_runs(
@@ -110,7 +113,7 @@ class Tokenizer(ABC):
         """Return the text of `ids`, with U+FFFD for each id outside the vocabulary.
 
         Args:
-            decode: The function that decodes consecutive ids, all of which are in the vocabulary.
+            decode: The function that decodes consecutive ids of the vocabulary.
         """
         ids = np.asarray(ids, dtype=np.int64)
         unknown = np.flatnonzero((ids < 0) | (ids >= self.vocab_size))
@@ -120,16 +123,16 @@ class Tokenizer(ABC):
     def token_bytes(self, ids: np.ndarray) -> np.ndarray:
         """Return the number of UTF-8 bytes of each token, as int64 in the shape of `ids`.
 
-        The numbers of all tokens of a document add up to the number of bytes of its decoded text.
-        The number is 0 for the end-of-document token.
+        An end-of-document token has 0 bytes.
 
         Args:
-            ids: Consecutive tokens, [..., n]. The first token is taken to be in the middle of a
+            ids: Consecutive tokens, [..., n]. The first token is assumed to lie in the middle of a
                 document.
 
         Raises:
             TokenizerError: An id is outside the vocabulary.
         """
+        # The numbers of all tokens of a document add up to the number of bytes of its decoded text.
         ids = np.asarray(ids)
         if ids.size and not 0 <= ids.min() <= ids.max() < self.vocab_size:
             wrong = ids.max() if ids.min() >= 0 else ids.min()
@@ -162,7 +165,7 @@ def utf8(text: str) -> bytes:
     """Encode `text` as UTF-8.
 
     Raises:
-        TokenizerError: `text` contains one half of a surrogate pair.
+        TokenizerError: `text` contains an unpaired surrogate.
     """
     try:
         return text.encode("utf-8")
@@ -176,11 +179,10 @@ def utf8(text: str) -> bytes:
 def check_utf8(texts: Sequence[str]) -> None:
     """Check that each text can be encoded as UTF-8.
 
-    Without this check, tokenizer libraries would silently replace the faulty characters.
-
     Raises:
-        TokenizerError: A text contains one half of a surrogate pair.
+        TokenizerError: A text contains an unpaired surrogate.
     """
+    # Without this check, tokenizer libraries would silently replace the faulty characters.
     for text in texts:
         if not text.isascii():
             utf8(text)

@@ -101,7 +101,7 @@ class HFTokenizer(Tokenizer):
 
 
 def _eos_token(path: Path) -> str | None:
-    """Return the `eos_token` of a tokenizer_config.json; None if there is no such file or entry."""
+    """Return the `eos_token` of a tokenizer_config.json, or None if there is none."""
     if not path.is_file():
         return None
     with fault_in_file(f"{path}: is not a tokenizer_config.json"):
@@ -113,21 +113,19 @@ class GPT2BPETokenizer(HFTokenizer):
     """GPT-2's byte-level BPE, read from a vocab.json and a merges.txt.
 
     Args:
-        backend: The library that encodes. All libraries give the same ids, so the choice does not
-            change the fingerprint.
+        backend: The library that encodes. All libraries give the same ids.
 
             - "tokenizers" is the reference and encodes with any vocabulary.
-            - "tiktoken" is several times as fast as the reference. It works only with GPT-2's own
-              merges.
-            - "gigatoken" is faster than tiktoken. It also works only with GPT-2's own merges, and
-              must be installed separately. Each run compares part of its output with the
-              reference and stops at a difference (see `fast_bpe.py`).
-            - "auto" chooses tiktoken for GPT-2's merges if tiktoken is installed, and otherwise
-              tokenizers.
+            - "tiktoken" is several times as fast, but works only with GPT-2's own merges.
+            - "gigatoken" is faster still, and also works only with GPT-2's own merges.
+            - "auto" chooses tiktoken if possible, and otherwise tokenizers.
 
     Attributes:
         backend: The name of the library that was chosen.
     """
+
+    # The choice does not change the fingerprint. gigatoken must be installed separately. Each run
+    # compares part of its output with the reference and stops at a difference (see `fast_bpe.py`).
 
     name = "GPT2BPETokenizer"
 

@@ -4,19 +4,14 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from megatron.config.choices import TOKENIZERS, TOKENIZERS_NOT_BUILT
 from megatron.data.errors import TokenizerError
 from megatron.data.tokenizers.base import Tokenizer
 from megatron.data.tokenizers.byte_level import ByteLevelTokenizer, CharLevelTokenizer
+from megatron.shipped import find
 from megatron.suggest import nearest
 
-TYPES = (
-    "ByteLevelTokenizer",
-    "CharLevelTokenizer",
-    "GPT2BPETokenizer",
-    "HFTokenizer",
-    "SPMTokenizer",
-)
-_LATER = ("HFGPT2Tokenizer", "TiktokenTokenizer")  # types of GPT-NeoX that this project lacks
+TYPES = tuple(sorted(TOKENIZERS.split()))
 
 
 def build_tokenizer(
@@ -37,9 +32,10 @@ def build_tokenizer(
     Raises:
         TokenizerError: The type is unknown, or a file is missing or damaged.
     """
-    by_lower, lower = {name.lower(): name for name in (*TYPES, *_LATER)}, (type or "").lower()
-    name, known = by_lower.get(lower), ", ".join(TYPES)
-    if name in _LATER:
+    by_lower = {name.lower(): name for name in (*TYPES, *TOKENIZERS_NOT_BUILT)}
+    lower, known = (type or "").lower(), ", ".join(TYPES)
+    name = by_lower.get(lower)
+    if name in TOKENIZERS_NOT_BUILT:
         raise TokenizerError(f"tokenizer_type: {name} is not built yet; use one of {known}")
     if name is None:
         prefixed = (each for each in by_lower if lower and each.startswith(lower))
@@ -70,6 +66,6 @@ def _required(name: str, key: str, path: str | Path | None, usual: str) -> Path:
     if path is None:
         flag = f"--{key.replace('_', '-')}"
         raise TokenizerError(f"{key} ({flag}): {name} needs it (usually called {usual})")
-    if not Path(path).is_file():
+    if not (found := find(path)).is_file():
         raise TokenizerError(f"{key}: {path}: no such file")
-    return Path(path)
+    return found

@@ -39,8 +39,8 @@ class ByteLevelTokenizer(Tokenizer):
 class CharLevelTokenizer(ByteLevelTokenizer):
     """GPT-NeoX's tokenizer of this name.
 
-    As in `ByteLevelTokenizer`, the ids are the UTF-8 bytes of the text. But the vocabulary size is
-    512, and the id 0 ends a document.
+    The ids are the UTF-8 bytes of the text, and the id 0 ends a document. The vocabulary size is
+    512.
     """
 
     name = "CharLevelTokenizer"

@@ -58,11 +58,11 @@ DIFFICULT_TEXTS = (
 
 
 def choose(backend: str, gpt2_merges: bool) -> str:
-    """Return `backend` itself, or the name of the library to use if `backend` is "auto".
+    """Return the name of the library that encodes.
 
     Args:
-        backend: One of `BACKENDS`.
-        gpt2_merges: Whether the tokenizer has GPT-2's own merges, which the faster backends need.
+        backend: The name of a library, or "auto" for the best one.
+        gpt2_merges: Whether the tokenizer has GPT-2's own merges, which the faster libraries need.
 
     Raises:
         TokenizerError: The backend is unknown, or cannot encode with these merges.
@@ -80,18 +80,18 @@ def choose(backend: str, gpt2_merges: bool) -> str:
 
 
 def build(backend: str, vocabulary: dict[str, int], reference: Callable[[], Any]) -> Encode | None:
-    """Build the function that encodes a list of texts with `backend`.
+    """Build the function that encodes a list of texts with the library `backend`.
 
     Args:
-        backend: A name that `choose` returned.
+        backend: The name of the library.
         vocabulary: A dict from token to id.
-        reference: A function that returns the tokenizer object of the `tokenizers` library. It is
-            called only if that object is needed.
+        reference: A function that returns the tokenizer object of the `tokenizers` library.
 
     Returns:
-        The function, or None if `backend` is "tokenizers". In that case, the caller encodes with
-        the object that `reference` returns.
+        The function, or None if `backend` is "tokenizers".
     """
+    # `choose` returned the name. `reference` is called only if its object is needed. If the result
+    # is None, the caller encodes with that object.
     if backend == "tokenizers":
         return None
     by_reference = _by_tokenizers(reference)
@@ -181,11 +181,9 @@ def _by_tokenizers(reference: Callable[[], Any]) -> Encode:
 
 
 def byte_of_symbol() -> dict[str, int]:
-    """Return a dict from each of GPT-2's 256 symbols to the byte that the symbol stands for.
-
-    The symbol of a printable byte is the character with the same number. The symbols of the other
-    bytes, in increasing order, are U+0100, U+0101, ....
-    """
+    """Return a dict from each of GPT-2's 256 symbols to the byte that the symbol stands for."""
+    # The symbol of a printable byte is the character with the same number. The symbols of the other
+    # bytes, in increasing order, are U+0100, U+0101, ....
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
     others = [byte for byte in range(256) if byte not in printable]
     symbols = [*printable, *range(256, 256 + len(others))]

@@ -23,16 +23,14 @@ _MERGES_HASH = "980ca8f2d4b0964c87a762e901db0656ce92d3f1ecd940b25ba97463da5c68fa
 
 
 def are_published_files(vocabulary: bytes, merges: bytes) -> bool:
-    """Return whether the arguments are the contents of the vocab.json and merges.txt of GPT-2."""
+    """Return whether these are the contents of GPT-2's vocab.json and merges.txt."""
     found = [hashlib.sha256(content).hexdigest() for content in (vocabulary, merges)]
     return found == list(FILE_HASHES.values())
 
 
 def are_published_merges(vocabulary: dict[str, int], merges: list[tuple[str, str]]) -> bool:
-    """Return whether a tokenizer has GPT-2's merges and the token ids that belong to them.
-
-    In GPT-2, the token that merge i creates has the id 256 + i.
-    """
+    """Return whether a tokenizer has GPT-2's merges and the token ids that belong to them."""
+    # In GPT-2, the token that merge i creates has the id 256 + i.
     digest = hashlib.sha256(json.dumps(merges).encode()).hexdigest()
     return digest == _MERGES_HASH and all(
         vocabulary["".join(pair)] == 256 + i for i, pair in enumerate(merges)

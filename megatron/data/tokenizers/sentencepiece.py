@@ -12,12 +12,10 @@ from megatron.data.tokenizers.base import END_OF_DOCUMENT, Tokenizer, fault_in_f
 
 
 class SPMTokenizer(Tokenizer):
-    """A tokenizer read from a SentencePiece .model file.
+    """A tokenizer read from a SentencePiece .model file. It adds no BOS token."""
 
-    The token that ends a document is the piece `<|endoftext|>`, as in GPT-NeoX. If the model does
-    not have this piece, the token is the model's end-of-sentence piece, such as `</s>`. The
-    tokenizer adds no BOS token.
-    """
+    # The token that ends a document is the piece `<|endoftext|>`, as in GPT-NeoX. If the model does
+    # not have this piece, the token is the model's end-of-sentence piece, such as `</s>`.
 
     name = "SPMTokenizer"
 

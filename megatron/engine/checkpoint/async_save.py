@@ -54,7 +54,7 @@ class Saver:
 
     Args:
         beside_training: Whether a thread writes the files while training continues.
-        say: A function that prints a line on the main rank.
+        say: A function that prints a line on rank 0.
     """
 
     def __init__(
@@ -82,11 +82,13 @@ class Saver:
     def save(self, progress: TrainingProgress) -> None:
         """Wait until the previous checkpoint is written. Then save a new one.
 
-        If a thread writes the files beside training, this method only copies the state.
+        Args:
+            progress: The counters of the run, which the checkpoint records.
 
         Raises:
             CheckpointError: This checkpoint or the previous one cannot be written.
         """
+        # With a thread, this method only copies the state, and the thread writes the files.
         begun = time.monotonic()
         self.wait()
         saved = Saved(self._to.folder, tag_of(progress.step))
@@ -105,7 +107,7 @@ class Saver:
         self._warn_if_slow(seconds)
 
     def check(self) -> None:
-        """Print how long the last save of the saver's thread took, once after the save has ended.
+        """Print how long the last save took, if the thread has completed it since the last call.
 
         Raises:
             CheckpointError: The thread could not write the checkpoint.
@@ -138,10 +140,8 @@ class Saver:
             )
 
     def _collected(self, saved: Saved) -> Files:
-        """Return (state, path) of each file that DeepSpeed would write for the checkpoint `saved`.
-
-        The state is not copied.
-        """
+        """Return (state, path) of each file that DeepSpeed would write for this checkpoint."""
+        # The state is not copied.
         files: Any = Collector()
         self._engine.checkpoint_engine = files
         try:
@@ -151,11 +151,9 @@ class Saver:
         return files.found
 
     def _buffer_for(self, files: Files) -> Buffer | None:
-        """Return the buffer for copies of the state. The first call allocates the buffer.
-
-        If some machine has too little memory for its ranks' buffers, return None. From then on, all
-        saves are synchronous.
-        """
+        """Return the buffer for copies of the state, or None if there is too little memory."""
+        # The first call allocates the buffer. If some machine has too little memory for the buffers
+        # of its ranks, this save and all later ones are synchronous.
         if self._buffer is None:
             size = buffer_size(files)
             ranks = self._groups.gather_from_job((socket.gethostname(), size, free_memory()))
@@ -174,7 +172,8 @@ class Saver:
         return self._buffer
 
     def _write(self, staged: Files, saved: Saved, progress: TrainingProgress) -> float:
-        """Write and publish a checkpoint, in the saver's thread. Return the seconds taken."""
+        """Write and publish a checkpoint. Return the seconds taken."""
+        # Runs in the saver's thread.
         begun, writer = time.monotonic(), self._writer
         with removed_if_it_fails(saved):
             for state, path in staged:
@@ -184,10 +183,9 @@ class Saver:
 
 
 class Collector(TorchCheckpointEngine):
-    """A checkpoint engine for DeepSpeed that writes no files.
+    """A checkpoint engine for DeepSpeed that lists each file instead of writing it."""
 
-    For each file that DeepSpeed would write, it appends (state, path) to the list `found`.
-    """
+    # The list `found` holds (state, path).
 
     def __init__(self) -> None:
         super().__init__()
@@ -198,12 +196,14 @@ class Collector(TorchCheckpointEngine):
 
 
 class Buffer:
-    """A block of memory that is allocated once, and then holds one checkpoint after another.
+    """A block of memory for a copy of a checkpoint.
 
     Args:
         size: The number of bytes of the block.
         pinned: Whether the block is page-locked, so that a GPU can copy into it directly.
     """
+
+    # All checkpoints of a run use the same block.
 
     def __init__(self, size: int, *, pinned: bool = False):
         if pinned:
@@ -215,11 +215,9 @@ class Buffer:
         self._bytes.fill(0)
 
     def stage(self, files: Files) -> Files:
-        """Copy the state in `files` into the buffer, and return `files` with the copied state.
-
-        Tensors that share a storage also share a storage in the copy. State that does not fit
-        into the buffer is copied into other memory.
-        """
+        """Copy the state in `files` into the buffer, and return `files` with the copied state."""
+        # Tensors that share a storage also share a storage in the copy. State that does not fit
+        # into the buffer is copied into other memory.
         copies, start = {}, 0
         for key, storage in _storages(files).items():
             size = storage.nbytes()
@@ -246,7 +244,7 @@ def buffer_size(files: Files) -> int:
 
 
 def _storages(files: Files) -> dict[int, torch.UntypedStorage]:
-    """Return the storage of each tensor in `files`, without duplicates, by an integer key."""
+    """Return the storages of the tensors in `files`, without duplicates, by an integer key."""
     return {_key(each): each for each in (t.untyped_storage() for t in _tensors(files))}
 
 

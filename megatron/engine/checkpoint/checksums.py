@@ -5,8 +5,6 @@ of its own content. A CRC-32 finds incomplete writes and flipped bits, but not f
 see the same folder, so each rank computes the checksums of some of the files.
 """
 
-from __future__ import annotations
-
 import json
 import zlib
 from collections.abc import Mapping
@@ -31,26 +29,26 @@ READ_BYTES = 1 << 24
 
 
 def sealed(record: dict[str, Any]) -> str:
-    """Return `record` as JSON text with a new entry `checksum`, the CRC-32 of the other entries."""
+    """Return `record` as JSON text with its CRC-32 added."""
+    # The new entry `checksum` is the CRC-32 of the other entries.
     return json.dumps(record | {"checksum": _seal(record)}, indent=1)
 
 
 def write_record(folder: Path, record: Mapping[str, Any], files: Mapping[str, list[int]]) -> None:
-    """Write the last file of a checkpoint, `kerple.json`, into the checkpoint's folder.
+    """Write the file `kerple.json` into a checkpoint's folder.
 
     Args:
-        record: The entries of the checkpoint's `Record` that describe the run.
-        files: The result of `describe_files`.
+        record: The description of the run.
+        files: Maps the path of each other file to [size in bytes, CRC-32].
     """
+    # `kerple.json` is the last file of a checkpoint, so that it marks the checkpoint as complete.
     versions = {"format": FORMAT, "version": __version__}
     (folder / RECORD).write_text(sealed({**versions, **record, "files": files}))
 
 
 def describe_files(folder: Path, groups: Groups) -> dict[str, list[int]]:
-    """Return a dict from each file's path in `folder` to [size in bytes, CRC-32].
-
-    The file `kerple.json` itself is left out. Every rank must call this function.
-    """
+    """Return a dict from the path of each file in `folder` to [size in bytes, CRC-32]."""
+    # `kerple.json` itself is left out. Every rank must call this function.
     files = (path for path in folder.rglob("*") if path.is_file())
     listed = [each for path in files if (each := path.relative_to(folder).as_posix()) != RECORD]
     # A network file system may show one machine a file later than another.
@@ -63,20 +61,20 @@ def describe_files(folder: Path, groups: Groups) -> dict[str, list[int]]:
 def damage(folder: Path, groups: Groups, skipped: str = "") -> str | None:
     """Return a text that names a damaged file and its damage, or None if all files are intact.
 
-    If several files are damaged, the text describes the one whose path sorts first. Every rank must
-    call this function, and every rank gets the same result.
+    Every rank must call this function, and every rank gets the same result.
 
     Args:
         folder: The folder of one checkpoint.
-        skipped: A pattern of file names, such as `*optim_states.pt`. Files that match it are not
-            checked.
+        skipped: A pattern of file names that are not checked, such as `*optim_states.pt`.
     """
+    # If several files are damaged, the text describes the file whose path sorts first.
     problem = _damage_seen_by(folder, groups.rank, groups.world_size, skipped)
     return min((found for found in groups.gather_from_job(problem) if found), default=None)
 
 
 def _damage_seen_by(folder: Path, rank: int, ranks: int, skipped: str) -> str | None:
-    """Check `kerple.json` and this rank's share of the files; return the first damage or None."""
+    """Check this rank's share of the files. Return a text about the first damage, or None."""
+    # `kerple.json` is checked, too.
     path = folder / RECORD
     try:
         record = parse_json(read_small(path, MOST_BYTES))

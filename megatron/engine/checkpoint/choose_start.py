@@ -15,13 +15,10 @@ If `finetune: true` is set and the folder `save` holds a checkpoint, the job ign
 resumes from the checkpoint in `save`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 
 from megatron.config import Config
-from megatron.engine.build import counts_targets
 from megatron.engine.checkpoint.publish import remove_unfinished
 from megatron.engine.checkpoint.record import TrainingProgress
 from megatron.engine.checkpoint.resume import Start
@@ -42,7 +39,7 @@ def choose_start(
     Args:
         train_samples: The number of samples for which this run's training index is built. The index
             determines the order of the training samples.
-        allow_fallback: Whether to skip damaged checkpoints and take the newest intact one.
+        allow_fallback: Whether to skip damaged checkpoints, and start from the newest intact one.
 
     Raises:
         CheckpointError: A checkpoint is damaged, there is no checkpoint to evaluate, or this run
@@ -74,13 +71,13 @@ def choose_start(
 def usable(folder: Path, groups: Groups, *, allow_fallback: bool) -> tuple[Saved | None, str]:
     """Return the checkpoint to start from, and a text that names damaged files.
 
-    The checkpoint is the one that `folder/latest` names, or `folder` itself if `folder` is a
+    The file `folder/latest` names the checkpoint. If `folder` is itself a checkpoint, return that
     checkpoint. The result is (None, "") if `folder` has no checkpoint. The text is "" if no damage
     was found. Every rank must call this function.
 
     Args:
-        allow_fallback: Whether to skip a damaged checkpoint. The newest intact checkpoint of an
-            earlier step is then taken. If there is none, the newest of a later step is taken.
+        allow_fallback: Whether to skip a damaged checkpoint. If so, return the newest intact
+            checkpoint of an earlier step or, if there is none, of a later step.
 
     Raises:
         CheckpointError: The checkpoint is damaged or, with `allow_fallback`, `folder` has no intact
@@ -154,8 +151,7 @@ def _decide(
         text = f"starting at step 0 from the weights of {loaded.path} (finetune)"
         return Start(fresh, text, loaded)
     if trains and loaded.kind is Kind.OURS:
-        changed = _other_batch(config, loaded) + _other_loss(config, loaded)
-        text = f"resuming from {loaded.path}{changed}"
+        text = f"resuming from {loaded.path}{_other_batch(config, loaded)}"
         return Start(fresh, text, loaded, resumes=True)
     return _from_weights(config, loaded, train_samples)
 
@@ -169,20 +165,6 @@ def _other_batch(config: Config, saved: Saved) -> str:
     return (
         f"\ntrain_batch_size is {here}, and was {there} until now: samples go on in the same "
         f"order, but losses will not be those of one run; write train_batch_size: {there} for them"
-    )
-
-
-def _other_loss(config: Config, saved: Saved) -> str:
-    """Return a warning if the loss was averaged in another way before `saved` was written.
-
-    Otherwise return "".
-    """
-    # Older versions of this project gave every micro-batch the same weight, and had no such key.
-    if not counts_targets(config) or "calculate_per_token_loss" in saved.record.config:
-        return ""
-    return (
-        "\nevery target now has the same weight in the loss, and every micro-batch had until now: "
-        "write calculate_per_token_loss: false to go on as before"
     )
 
 

@@ -5,12 +5,9 @@ later export uses this entry to restore the original files: all tensors have the
 dtypes and values as before the import. No optimizer state is imported or exported.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import shutil
-import tempfile
 from collections import defaultdict
 from dataclasses import replace
 from pathlib import Path
@@ -36,9 +33,6 @@ from megatron.model.theta import THETA
 from megatron.positional import PositionalEmbedding
 
 WORDS = "embedding.word_embeddings.weight"
-_DEGREES = tuple(
-    f"{kind}_parallel_size" for kind in ("data", "model", "pipe", "context")
-)  # of a layout
 
 
 def import_checkpoint(source: Path, target: Path, *, summed_biases: bool) -> Published:
@@ -47,12 +41,12 @@ def import_checkpoint(source: Path, target: Path, *, summed_biases: bool) -> Pub
     Args:
         source: The published checkpoint's folder, `global_stepN`.
         target: The run folder, in which the new checkpoint becomes a subfolder `global_stepN`.
-        summed_biases: Whether the model was trained with `gpt_j_residual`. If so, the biases of a
-            row-parallel layer differ between the tensor-parallel ranks, and the import adds them.
+        summed_biases: Whether the model was trained with GPT-NeoX's `gpt_j_residual`. Such a model
+            has another bias of a row-parallel layer on each rank, and the import adds them.
 
     Raises:
         CheckpointError: `target` already has a checkpoint of this step, or `source` is not
-            complete. The error message lists every problem of an incomplete `source`.
+            complete. The error message lists every problem of `source`.
     """
     found = read(source, summed_biases=summed_biases)
     if found.problems:
@@ -68,15 +62,15 @@ def export_checkpoint(source: Path, target: Path, *, parts: int | None = None) -
     """Convert the newest checkpoint of the run folder `source` to GPT-NeoX's published layout.
 
     Args:
-        parts: The number of tensor-parallel ranks of the new checkpoint; None takes the number with
+        parts: The number of tensor-parallel ranks of the new checkpoint; None means the number with
             which `source` was trained.
 
     Returns:
         The new folder, `target/global_stepN`.
 
     Raises:
-        CheckpointError: `source` has no checkpoint, `target` already has the new folder, or
-            the model is supported neither by the released KERPLE code nor by gpt-neox since 2024.
+        CheckpointError: `source` has no checkpoint, `target` already has the new folder, or no
+            version of GPT-NeoX supports the model.
     """
     saved = require_newest(source)
     weights, (buffers, shards) = saved.weights(), saved.imported_tensors()
@@ -118,10 +112,8 @@ def export_checkpoint(source: Path, target: Path, *, parts: int | None = None) -
 def _placed(
     shape: Shape, weights: dict[str, Tensor], buffers: dict[str, Tensor]
 ) -> dict[tuple[int, str], Tensor]:
-    """Return a dict from (position in GPT-NeoX's pipeline, GPT-NeoX's name) to unsharded tensor.
-
-    As in GPT-NeoX, every transformer block has its own entries for the positional embedding.
-    """
+    """Return a dict from (pipeline position, GPT-NeoX's name) to unsharded tensor."""
+    # As in GPT-NeoX, every transformer block has its own entries for the positional embedding.
     placed = {}
     in_all_blocks = dict(buffers)
     for name, tensor in weights.items():
@@ -142,15 +134,11 @@ def _write_layers(
     placed: dict[tuple[int, str], Tensor],
     imported_shards: dict[str, list[Tensor]],
 ) -> None:
-    """Write the weights to the files `layer_XX-model_YY-model_states.pt` in `folder`.
-
-    XX is the position in GPT-NeoX's pipeline, and YY is the tensor-parallel rank.
-
-    Args:
-        placed: Maps (position in GPT-NeoX's pipeline, GPT-NeoX's name) to the unsharded tensor.
-        imported_shards: Maps "position.name" to a tensor's shards. If there are `shape.parts`
-            shards, these are written, and the tensor is not split again.
-    """
+    """Write the model's weights to GPT-NeoX's layer files in `folder`."""
+    # The files are `layer_XX-model_YY-model_states.pt`: XX is the position in GPT-NeoX's pipeline,
+    # and YY the tensor-parallel rank. `placed` maps (position, GPT-NeoX's name) to the unsharded
+    # tensor. `imported_shards` maps "position.name" to the shards of an imported tensor, which are
+    # written as they are if there are `shape.parts` of them.
     dtype = placed[0, "word_embeddings.weight"].dtype
     files: dict[str, dict[str, Tensor]] = defaultdict(dict)
     for (index, name), tensor in placed.items():
@@ -167,11 +155,9 @@ def _write_layers(
 
 
 def _write_counters(folder: Path, shape: Shape, step: int, state: dict[str, Any]) -> None:
-    """Write the step and other counters to the files `mp_rank_YY_model_states.pt`.
-
-    YY is the tensor-parallel rank. The files contain no optimizer state, so GPT-NeoX loads them
-    only with `no_load_optim: true`.
-    """
+    """Write the step and the other counters of the run to GPT-NeoX's state files."""
+    # The files are `mp_rank_YY_model_states.pt`, where YY is the tensor-parallel rank. They contain
+    # no optimizer state, so GPT-NeoX loads them only with `no_load_optim: true`.
     counters = {"iteration": step, "global_steps": step, "global_samples": 0, "skipped_steps": 0}
     sizes = {"dp_world_size": 1, "mp_world_size": shape.parts}
     absent = {"module": None, "optimizer": None, "csr_tensor_module_names": set()}
@@ -182,11 +168,9 @@ def _write_counters(folder: Path, shape: Shape, step: int, state: dict[str, Any]
 
 def _config_of(record: Record) -> Config:
     """Return the configuration of the run that wrote a checkpoint of this project."""
-    with tempfile.NamedTemporaryFile("w", suffix=".yml") as file:
-        json.dump(record.config, file)
-        file.flush()
-        ranks = math.prod(record.layout.get(degree, 1) for degree in _DEGREES)
-        return load_config([file.name], world_size=ranks)
+    given = [f"{key}={json.dumps(value)}" for key, value in record.config.items()]
+    degrees = [n for key, n in record.layout.items() if key.endswith("_parallel_size")]
+    return load_config([], given, world_size=math.prod(degrees))
 
 
 def _needs_head(block: BlockShape, activation: str) -> bool:
@@ -255,12 +239,7 @@ def _shape_of(config: Config, block: BlockShape, pos: PositionalEmbedding) -> Sh
 def _args_of(config: Config, weights: dict[str, Tensor]) -> dict[str, Any]:
     """Return the settings that GPT-NeoX compares with its config when it loads an export."""
     m = config.model
-    return {
-        "num_layers": m.num_layers,
-        "hidden_size": m.hidden_size,
-        "num_attention_heads": m.num_attention_heads,
-        "max_position_embeddings": m.max_position_embeddings,
-        "make_vocab_size_divisible_by": m.make_vocab_size_divisible_by,
-        "padded_vocab_size": len(weights[WORDS]),
-        "tokenizer_type": config.data.tokenizer_type,
-    }
+    names = ("num_layers", "hidden_size", "num_attention_heads", "max_position_embeddings")
+    found = {name: getattr(m, name) for name in (*names, "make_vocab_size_divisible_by")}
+    size, kind = len(weights[WORDS]), config.data.tokenizer_type
+    return found | {"padded_vocab_size": size, "tokenizer_type": kind}

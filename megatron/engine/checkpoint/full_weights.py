@@ -10,8 +10,6 @@ In their names, TT is the tensor-parallel rank, D the data-parallel rank and LL 
 `cuts` in `kerple.json` names the sharded weights and the sharded dimension of each.
 """
 
-from __future__ import annotations
-
 import io
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -32,11 +30,11 @@ Weights = dict[str, Tensor]
 
 
 def describe(model: nn.Module, groups: Groups) -> dict[str, Any]:
-    """Return the part of a checkpoint's `RunDescription` that describes the weights of `model`.
+    """Return the shapes and the sharding of the weights of `model`, as JSON values.
 
-    The result has the fields `shapes`, `cuts` and `layers`. Every rank must call this function with
-    its own tensor-parallel shard of the model.
+    Every rank must call this function with its own tensor-parallel shard of the model.
     """
+    # The keys are `shapes`, `cuts` and `layers` of `RunDescription`.
     cuts = {name: [cut.dim, cut.blocks] for name, cut in shardings_of(model).items()}
     return {
         "shapes": {name: list(shape) for name, shape in full_shapes(model, groups).items()},
@@ -48,12 +46,11 @@ def describe(model: nn.Module, groups: Groups) -> dict[str, Any]:
 def read_full(checkpoint: Path, record: Record) -> Weights:
     """Read all weights of a checkpoint. Return a dict from name to unsharded weight.
 
-    Weights have the dtype in which they are stored. A ZeRO-3 checkpoint stores only the fp32 copies
-    that the optimizer updates, so the result contains these copies.
-
     Raises:
         CheckpointError: A file is missing or damaged. The error message names the file.
     """
+    # Weights have the dtype in which they are stored. A ZeRO-3 checkpoint stores only the fp32
+    # copies that the optimizer updates, so the result contains these copies.
     ranks = range(record.layout["model_parallel_size"])
     if record.layers:
         shards = [_read_layers(checkpoint, record.layers, rank) for rank in ranks]
@@ -76,7 +73,10 @@ def _read_rank(checkpoint: Path, rank: int) -> Weights:
 
 
 def _tensors(path: Path, content: Any) -> Weights:
-    """Return `content` if it maps names to tensors. `path` is the file from which it was read.
+    """Return `content` if it maps names to tensors.
+
+    Args:
+        path: The file that contains `content`, for the error message.
 
     Raises:
         CheckpointError: `content` does not map names to tensors.
@@ -124,9 +124,8 @@ def full_shapes(model: nn.Module, groups: Groups | None) -> dict[str, torch.Size
 def fill(model: nn.Module, weights: Mapping[str, Tensor]) -> None:
     """Copy this tensor-parallel rank's slice of each unsharded weight into `model`.
 
-    Parameters that `weights` lacks keep their values.
-
-    Call this function before a DeepSpeed engine is built from `model`.
+    Call this function before a DeepSpeed engine is built from `model`. A parameter without an entry
+    in `weights` keeps its value.
     """
     for name, param in model.named_parameters():
         if name in weights:

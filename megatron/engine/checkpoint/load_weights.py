@@ -35,17 +35,15 @@ def load_weights(
 ) -> list[str]:
     """Copy the weights of the checkpoint `saved` into `model`.
 
-    If `model` is one rank's shard, only this rank's slices of the weights are copied. Theta (the
-    learned parameters of the positional embedding) is clamped to its bounds. Call this function
-    before an engine casts or shards the model.
+    Each rank copies its slices of the weights. Call this function before a DeepSpeed engine casts
+    or shards the model.
 
     Args:
-        run: The description of this run. An error is raised if the checkpoint records another model
-            than `run.model`. None skips this comparison.
+        run: The description of this run. Its model must be that of the checkpoint. None skips this
+            comparison.
         groups: The job's process groups. They are required if the model is sharded, and every rank
             must then call this function.
-        change: The change of positional embeddings, if `model` has others than the checkpoint.
-            Weights of embeddings that the model lacks are then left out.
+        change: The old and new positional embeddings, if `model` has others than the checkpoint.
 
     Returns:
         Lines to print for the user.
@@ -54,6 +52,8 @@ def load_weights(
         CheckpointError: The checkpoint does not fit the model or `run`. The error message lists
             what differs, such as weights that are missing, unknown or of another shape.
     """
+    # Theta (the learned parameters of the positional embedding) is clamped to its bounds. With
+    # `change`, weights of embeddings that `model` does not have are ignored.
     block = model.shape.block
     described = saved.kind is Kind.IMPORTED and bool(saved.record.model)  # from transformers
     if run is not None and (described or saved.kind is Kind.OURS):
@@ -89,7 +89,8 @@ def load_weights(
 
 
 def _free(change: ChangedPositions | None) -> tuple[str, ...]:
-    """Return the entries of `RunDescription.model` in which checkpoint and model may differ."""
+    """Return the properties of the model in which checkpoint and model may differ."""
+    # They are entries of `RunDescription.model`.
     free = ("rope_scaling",)  # the weights fit any scaling
     if change is None:
         return free
@@ -105,12 +106,13 @@ def _free(change: ChangedPositions | None) -> tuple[str, ...]:
 def _without_replaced(
     shapes: dict[str, tuple[int, ...]], weights: Weights, change: ChangedPositions
 ) -> tuple[dict[str, tuple[int, ...]], Weights]:
-    """Remove from `weights` the weights of positions that are not copied whole.
+    """Remove the weights of positional embeddings that change from `shapes` and `weights`.
 
     Returns:
-        The shapes of the model's parameters without those that are not in the checkpoint or not
-        copied whole, and the removed weights.
+        (shapes of the remaining parameters, remaining weights).
     """
+    # Theta (the learned parameters of the positional embedding) is removed, and so are position
+    # weights that the model does not have. Theta is copied later, column by column.
     partly = {
         name
         for name in shapes.keys() | weights.keys()
@@ -131,12 +133,14 @@ def _without_replaced(
 def _read(
     saved: Saved, gpt_j_residual: bool
 ) -> tuple[Weights, dict[str, Tensor], tuple[str, ...], list[str], list[str]]:
-    """Return (weights, buffers, names, problems, notes) of the checkpoint `saved`.
+    """Read the weights and what else the checkpoint stores.
 
-    `names` are GPT-NeoX's names of the positional embedding's learned tensors. The tuple is empty
-    if the checkpoint does not come from GPT-NeoX. `buffers` are stored slopes or frequencies, by
-    GPT-NeoX's names. `problems` and `notes` are lines for the user.
+    Returns:
+        (weights, buffers, names of learned position tensors, error lines, other lines).
     """
+    # The names are GPT-NeoX's names of the positional embedding's learned tensors. They are empty
+    # if the checkpoint does not come from GPT-NeoX. The buffers are stored slopes or frequencies,
+    # by GPT-NeoX's names. Both kinds of lines are for the user.
     if saved.kind is not Kind.PUBLISHED:
         buffers, _ = saved.imported_tensors()
         imported = saved.record.imported
@@ -154,10 +158,8 @@ def _read(
 
 
 def _merged_for_another_residual(saved: Saved, gpt_j_residual: bool) -> list[str]:
-    """Return an error line if the import of `saved` used another value of `gpt_j_residual`.
-
-    Otherwise return an empty list.
-    """
+    """Return an error line if the checkpoint was imported with another `gpt_j_residual`."""
+    # The list is empty otherwise.
     # With `gpt_j_residual`, the import sums the tensor-parallel shards of some biases.
     if saved.kind is not Kind.IMPORTED or saved.record.imported is None:
         return []
@@ -172,7 +174,7 @@ def _merged_for_another_residual(saved: Saved, gpt_j_residual: bool) -> list[str
 
 
 def _differences(weights: Weights, shapes: dict[str, tuple[int, ...]]) -> list[str]:
-    """Return one line for each stored weight that the model lacks, or has in another shape."""
+    """Return one line for each stored weight that is missing in the model or differs in shape."""
     return [
         f"{name}: not in this model"
         if name not in shapes
@@ -201,11 +203,11 @@ def _text_of_problems(
 
 
 def _project_theta(pos: PositionalEmbedding, dtype: torch.dtype, weights: Weights) -> list[str]:
-    """Clamp theta in `weights` to its bounds; return a line for the user if values changed.
+    """Clamp the positional embedding's parameters in `weights` to their bounds.
 
-    Theta contains the learned parameters of the positional embedding `pos`. The clamped values have
-    the type `dtype`.
+    Return a line for the user if values changed.
     """
+    # The clamped values have the type `dtype`.
     # Checkpoints of the released KERPLE code may hold values beyond the bounds.
     moved = count = 0
     for name, shared in ((THETA, False), (SHARED_THETA, True)):

@@ -1,7 +1,5 @@
 """Remove old checkpoints of a run (`keep_last_n_checkpoints`); set those of other runs aside."""
 
-from __future__ import annotations
-
 import shutil
 import time
 
@@ -12,10 +10,10 @@ from megatron.engine.job.lease import Confirm, unleased
 
 
 def set_aside_foreign(saved: Saved, lineage: str) -> None:
-    """Rename the folder of the checkpoint `saved` if another run wrote the checkpoint.
+    """Rename the folder of a checkpoint if another run wrote the checkpoint.
 
     Args:
-        lineage: The id of this run, as in `RunDescription`.
+        lineage: The id of this run.
     """
     if saved.path.exists() and _lineage(saved) != lineage:
         aside = saved.path.with_name(f"{saved.tag}.of-another-run-{time.time_ns()}")
@@ -24,7 +22,8 @@ def set_aside_foreign(saved: Saved, lineage: str) -> None:
 
 
 def _lineage(saved: Saved) -> str | None:
-    """Return the id of the run that wrote a checkpoint; None if no `kerple.json` can be read."""
+    """Return the id of the run that wrote a checkpoint; None if it cannot be read."""
+    # `kerple.json` records it.
     try:
         return saved.record.lineage
     except CheckpointError:
@@ -32,18 +31,17 @@ def _lineage(saved: Saved) -> str | None:
 
 
 def prune(newest: Saved, keep_last: int | None, lineage: str, confirm: Confirm = unleased) -> None:
-    """Remove old checkpoints: keep `newest` and the `keep_last` - 1 checkpoints before it.
-
-    Checkpoints of later steps than `newest` are neither counted nor removed. Checkpoints of other
-    runs, checkpoints without a readable `kerple.json`, and published (GPT-NeoX) checkpoints are
-    never removed.
+    """Remove old checkpoints of this run: keep the newest `keep_last`.
 
     Args:
+        newest: The newest checkpoint, which is always kept.
         keep_last: The number of checkpoints to keep; None or 0 keeps all.
-        lineage: The id of this run, as in `RunDescription`.
-        confirm: A function that raises an error if this job no longer holds the lease of the run
-            folder (see `job/lease.py`).
+        lineage: The id of this run.
+        confirm: A function that raises an error if another job has taken the run folder over.
     """
+    # Checkpoints of later steps than `newest` are neither counted nor removed. Checkpoints of other
+    # runs, checkpoints without a readable `kerple.json`, and published (GPT-NeoX) checkpoints are
+    # never removed. `confirm` checks the lease (see `job/lease.py`).
     if not keep_last:
         return
     tags = finished(newest.folder)

@@ -10,8 +10,6 @@ exists, it is renamed to `.replaced-NAME` just before the new folder is renamed,
 end.
 """
 
-from __future__ import annotations
-
 import errno
 import os
 import re
@@ -28,7 +26,7 @@ from megatron.engine.checkpoint.checksums import describe_files, write_record
 from megatron.engine.errors import CheckpointError
 from megatron.engine.job.lease import Confirm, sole_writer
 from megatron.files import UNFINISHED as UNFINISHED_FILE
-from megatron.files import flush, naming, read_start, replacing
+from megatron.files import existing, flush, naming, read_start, replacing
 from megatron.parallel.groups import build_groups
 from megatron.run_folder import RECORD, RunFolder, tag_of
 
@@ -39,14 +37,14 @@ UNFINISHED, REPLACED = ".unfinished-", ".replaced-"
 def new_folder(path: Path) -> Iterator[Path]:
     """Yield an empty folder. When the `with` block ends, rename that folder to `path`.
 
-    The yielded folder has the same name as `path`, and lies in a staging folder beside `path`. If
-    the block raises an exception, the staging folder is removed. If the process is killed, the next
-    call for the same `path` removes the staging folder.
+    If the block raises an exception, the folder is removed.
 
     Raises:
         CheckpointError: Another process is writing `path`.
         OSError: `path` exists and is not an empty folder.
     """
+    # The yielded folder has the same name as `path`, and lies in a staging folder beside `path`. If
+    # the process is killed, the next call for the same `path` removes the staging folder.
     path = path.resolve()
     staging = path.with_name(f".{path.name}{UNFINISHED_FILE}")
     try:
@@ -77,13 +75,12 @@ def new_folder(path: Path) -> Iterator[Path]:
 
 @contextmanager
 def new_checkpoint(folder: Path, tag: str) -> Iterator[Path]:
-    """Yield an empty folder; after the `with` block, `publish` renames the folder to `folder/tag`.
-
-    After an error in the block, the yielded folder is not renamed.
+    """Yield an empty folder for a checkpoint. After the `with` block, rename it to `folder/tag`.
 
     Raises:
         CheckpointError: `folder/tag` exists already, or another process writes into `folder`.
     """
+    # After an error in the block, nothing is renamed.
     with sole_writer(folder) as confirm:
         if (folder / tag).exists():
             text = "exists already; remove it, or name another folder"
@@ -105,7 +102,7 @@ def write_import(
         run: The run folder, in which the checkpoint becomes a subfolder.
         step: The number of optimizer steps that the weights have been trained for.
         state: The content of the weights file. Its entry `module` maps names to weights.
-        about: The entries of the checkpoint's `Record` that describe the import.
+        about: Entries about the import for the checkpoint's file `kerple.json`.
         configs: A folder that is copied into the checkpoint; None copies none.
 
     Raises:
@@ -129,7 +126,8 @@ def write_import(
 
 
 def create_unfinished(folder: Path, tag: str) -> Path:
-    """Create and return the empty folder `.unfinished-TAG`, which `publish` renames later."""
+    """Create and return the empty folder `.unfinished-TAG`, where TAG is `tag`."""
+    # `publish` renames it later.
     unfinished = folder / f"{UNFINISHED}{tag}"
     shutil.rmtree(unfinished, ignore_errors=True)
     unfinished.mkdir(parents=True)
@@ -137,14 +135,15 @@ def create_unfinished(folder: Path, tag: str) -> Path:
 
 
 def publish(folder: Path, tag: str, confirm: Confirm) -> None:
-    """Flush the folder `.unfinished-TAG` to disk, rename it to `TAG`, and write TAG to `latest`.
-
-    The file `metrics.jsonl` is flushed, too.
+    """Complete a checkpoint: rename `.unfinished-TAG` to `TAG`, and write TAG to `folder/latest`.
 
     Args:
-        confirm: A function that raises an error if this job no longer holds the lease of `folder`
-            (see `job/lease.py`).
+        folder: The run folder.
+        tag: The name TAG of the checkpoint's folder, such as `global_step100`.
+        confirm: A function that raises an error if another job has taken `folder` over.
     """
+    # All files are first flushed to disk, `metrics.jsonl` too. `confirm` checks the lease (see
+    # `job/lease.py`).
     unfinished, final = folder / f"{UNFINISHED}{tag}", folder / tag
     rows = folder.glob(RunFolder(folder).metrics.name)
     # A run that resumes from this checkpoint never writes the rows again.
@@ -165,15 +164,12 @@ def publish(folder: Path, tag: str, confirm: Confirm) -> None:
 
 
 def remove_unfinished(folder: Path) -> list[str]:
-    """Delete what a killed run left in `folder`, and return the names of the deleted folders.
-
-    A killed run may leave folders `.unfinished-NAME` and `.replaced-NAME`, and temporary files
-    (see `megatron.files.replacing`). Two things are kept:
-
-    - `.replaced-NAME`, if there is no folder `NAME`. It is renamed back to `NAME`.
-    - The temporary file for `latest`, if this file names a complete checkpoint. It is renamed to
-      `latest`, which completes the interrupted save.
-    """
+    """Delete what a killed run left in `folder`, and return the names of the deleted folders."""
+    # A killed run may leave folders `.unfinished-NAME` and `.replaced-NAME`, and temporary files
+    # (see `megatron.files.replacing`). Two things are kept:
+    # - `.replaced-NAME`, if there is no folder `NAME`. It is renamed back to `NAME`.
+    # - The temporary file for `latest`, if this file names a complete checkpoint. It is renamed to
+    #   `latest`, which completes the interrupted save.
     for replaced in folder.glob(f"{REPLACED}*"):
         final = folder / replaced.name.removeprefix(REPLACED)
         if not final.exists():  # killed between the two renames: the old one is still the newest
@@ -192,13 +188,11 @@ def remove_unfinished(folder: Path) -> list[str]:
 
 
 def why_not_written(folder: Path, error: Exception) -> str:
-    """Return why a write into `folder` failed, and how much space is free on the folder's disk."""
+    """Return a text that says why a write into `folder` failed, and how much disk space is free."""
     why = str(error) or type(error).__name__
     if re.search("inline_container|PytorchStreamWriter|iostream", why):
         why = "a file could not be written to its end"  # torch reports only byte counts
-    while not folder.exists():
-        folder = folder.parent
-    disk = os.statvfs(folder)
+    disk = os.statvfs(existing(folder))
     if disk.f_files and not disk.f_favail:
         return f"{why}; all {disk.f_files:,} files (inodes) that its disk can hold are taken"
     free = f"{why}; {disk.f_bavail * disk.f_frsize / 1e6:,.0f} MB are free there"

@@ -6,13 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
 
-from pydantic import (
-    AfterValidator,
-    Field,
-    NonNegativeInt,
-    TypeAdapter,
-    ValidationError,
-)
+from pydantic import AfterValidator, Field, NonNegativeInt, TypeAdapter, ValidationError
 from typing_extensions import TypedDict
 
 from megatron.engine.checkpoint.checksums import FORMAT, MOST_BYTES
@@ -57,7 +51,7 @@ class Interval(TypedDict, total=False):
 
 
 class Imported(TypedDict):
-    """The values that an import from GPT-NeoX records for a later export (`Published.about`)."""
+    """What an import from GPT-NeoX records for a later export to the original files."""
 
     shape: Shape
     schedule: dict[str, Any] | None
@@ -70,15 +64,15 @@ class TrainingProgress:
 
     Attributes:
         step: The number of optimizer steps taken.
-        consumed_samples: The number of training samples read.
-        train_samples: The number of samples for which the index of training samples was built when
-            the run began. The order of the samples depends on this number, so a resumed run keeps
-            the number.
-        interval: The state of the training loop, as JSON values. It holds the sums of the losses
-            since the last log line (`Meter.state`) and the average loss (`LossGuard.state`). It
-            also holds `owes_validation` if a validation was due after `step`, but the run ended
-            before it.
+        consumed_samples: The number of training samples used.
+        train_samples: The number of training samples that the run planned when it began. It
+            determines the order of the samples, so a resumed run keeps it.
+        interval: The state of the training loop, as JSON values. It includes the sums of the losses
+            since the last log line.
     """
+
+    # `interval` holds `Meter.state` and `LossGuard.state`. It also holds `owes_validation` if a
+    # validation was due after `step`, but the run ended before it.
 
     step: NonNegativeInt
     consumed_samples: NonNegativeInt
@@ -91,20 +85,21 @@ class RunDescription:
     """The description of a run, as JSON values. Every checkpoint of the run records it.
 
     Attributes:
-        model: The result of `model_shape.identity_of`. Two models with equal values can exchange
-            weights.
+        model: The properties of the model that determine its weights. Two models with equal values
+            can exchange weights.
         data: The values that determine the order of the samples.
         layout: The degrees of parallelism, ZeRO stage, precision and optimizer.
         shapes: Maps each parameter's name to its unsharded shape.
-        cuts: Maps each sharded parameter's name to [dimension, blocks]. The parameter consists of
-            `blocks` tensors stacked along this dimension (e.g. value and gate of a gated MLP), and
-            each of these tensors is sharded along the same dimension (see `Sharding`).
+        cuts: Maps each sharded parameter's name to [dimension, blocks]. The parameter is a stack of
+            `blocks` tensors along this dimension, and each of these tensors is sharded by itself.
         layers: The names of a pipeline's layers, in the order of their checkpoint files; None
             without a pipeline.
         config: The resolved configuration, as flat keys.
-        lineage: The id of the run, drawn at random when a run starts at step 0. A resumed run keeps
-            the id. It is "" for runs that an earlier version of this project started.
+        lineage: The id of the run, drawn at random at step 0. A resumed run keeps the id. It is ""
+            for a run that an earlier version of this project started.
     """
+
+    # For example, a gated MLP stacks value and gate, so it has 2 blocks (see `Sharding`).
 
     model: dict[str, Any] = field(default_factory=dict)
     data: dict[str, Any] = field(default_factory=dict)
@@ -118,20 +113,20 @@ class RunDescription:
 
 @dataclass(frozen=True, kw_only=True)
 class Record(RunDescription):
-    """The content of a checkpoint's `kerple.json`.
-
-    Fields that earlier versions or imports do not write have defaults.
+    """The content of a checkpoint's file `kerple.json`.
 
     Attributes:
-        format: The version of the format of `kerple.json`, an integer (`checksums.FORMAT`).
+        format: The version of the format of `kerple.json`, an integer.
         version: The version of this project that wrote the checkpoint.
         progress: The counters of the run when the checkpoint was written.
-        imported: The values from which an export restores the original GPT-NeoX files
-            (`Published.about`); None unless the checkpoint was imported from GPT-NeoX's format.
+        imported: What an export needs to restore the original GPT-NeoX files. None if the
+            checkpoint was not imported from GPT-NeoX.
         origin: The name of a transformers class if the weights were imported from a model of that
-            class, otherwise "". Such an import has no optimizer state.
+            class, otherwise "".
         files: Maps each file's name to [size in bytes, CRC-32].
     """
+
+    # Fields that earlier versions or imports do not write have defaults.
 
     format: NonNegativeInt = FORMAT
     version: str = ""

@@ -13,8 +13,6 @@ This module also works around three faults of DeepSpeed 0.19:
 - Loading a checkpoint overwrites the norm to which gradients are clipped.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import io
@@ -55,11 +53,9 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 def conversion_info(run: RunDescription) -> dict[str, Any]:
-    """Return the dictionary that tells DeepSpeed's converter how each parameter is sharded.
-
-    The dictionary maps each way of sharding, e.g. row-parallel, to regular expressions for the
-    names of the parameters that are sharded in this way.
-    """
+    """Return what DeepSpeed's converter needs to know about the sharding of each parameter."""
+    # The dictionary maps each way of sharding, e.g. row-parallel, to regular expressions for the
+    # names of the parameters that are sharded in this way.
     cuts, layers = run.cuts, run.layers or []
 
     def patterns(wanted: Callable[[str], bool]) -> list[str]:
@@ -80,7 +76,12 @@ def conversion_info(run: RunDescription) -> dict[str, Any]:
 
 
 def why_not_resumed(old: Mapping[str, Any], new: Mapping[str, Any]) -> str | None:
-    """Return why a run of layout `old` cannot be resumed in layout `new`; None if it can be."""
+    """Return why a run cannot resume with the parallel layout `new`, or None if it can.
+
+    Args:
+        old: The parallel layout of the checkpoint.
+        new: The parallel layout of this run.
+    """
     fixed = [key for key in new if key not in FREE and old.get(key) != new[key]]
     if fixed:
         changes = ", ".join(f"{key} {old.get(key)!r} to {new[key]!r}" for key in fixed)
@@ -107,9 +108,9 @@ def convert(
 
     Args:
         scratch: The folder for the result; its previous content is removed.
-        cuts: The new sharding, as in `RunDescription.cuts`; None keeps the checkpoint's sharding.
-        workers: The number of processes to use. With 1, no new process is started. If the calling
-            process has threads, it must not fork, so this number must be 1.
+        cuts: Maps each sharded parameter's name to how it is sharded. None keeps the checkpoint's
+            sharding.
+        workers: The number of processes to use. It must be 1 if the calling process has threads.
 
     Returns:
         The converted checkpoint's folder, `scratch/global_stepN`.
@@ -117,6 +118,8 @@ def convert(
     Raises:
         CheckpointError: The checkpoint cannot be converted. The folder `scratch` is then removed.
     """
+    # A process with threads must not fork. With 1 worker, no new process is started. `cuts` has the
+    # form of `RunDescription.cuts`.
     target = scratch / saved.tag
     shutil.rmtree(scratch, ignore_errors=True)
     try:
@@ -139,7 +142,7 @@ def convert(
 
 
 def _run_converter(source: Path, target: Path, workers: int) -> None:
-    """Call DeepSpeed's converter and discard its console output, but not its exceptions."""
+    """Call DeepSpeed's converter without its console output."""
     arguments = argparse.Namespace(
         input_folder=str(source),
         output_folder=str(target),
@@ -186,10 +189,8 @@ def _complete_weights(folder: Path, record: Record, cuts: Mapping[str, Any]) -> 
 
 
 def _complete_counters(folder: Path) -> None:
-    """Replace the files `*_model_states.pt` by two copies of the first one, without its weights.
-
-    The copies hold the counters of the run.
-    """
+    """Replace the files `*_model_states.pt` by two files that contain only the run's counters."""
+    # The counters are copied from the first of these files.
     stored = sorted(folder.glob("*mp_rank_*_model_states.pt"))
     counters = safe_load(stored[0], mmap=False)
     counters["module"] = None  # weights are read from zero/
@@ -215,7 +216,7 @@ def restore(
 
     Args:
         scratch: The folder in which the checkpoint is converted; it is removed afterwards.
-        cuts: The sharding of this run's parameters, as in `RunDescription.cuts`.
+        cuts: Maps each sharded parameter's name to how this run shards it.
         changed: A text for the log that lists the differences between the two layouts.
     """
     if groups.is_main:

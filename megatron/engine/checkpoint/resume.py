@@ -35,18 +35,20 @@ if TYPE_CHECKING:
 class Start:
     """The starting point of a job.
 
-    Call `load_weights` before the engine is built, and `finish` afterwards.
+    Call `load_weights` before the DeepSpeed engine is built, and `finish` afterwards.
 
     Attributes:
         progress: The counters with which the job starts.
         text: Lines that describe the start in the log.
         saved: The checkpoint to start from; None for initial weights.
         resumes: Whether to load the full training state of `saved`, not only the weights.
-        schedule: The learning-rate schedule that a published (GPT-NeoX) checkpoint records. The job
-            uses it if the config sets `use_checkpoint_lr_scheduler`.
+        schedule: The learning-rate schedule that a published (GPT-NeoX) checkpoint records; None if
+            there is none.
         save: The folder in which the job saves checkpoints; None if it saves none.
-        lineage: The id of the run, as in `RunDescription`.
+        lineage: The id of the run, which all its checkpoints record.
     """
+
+    # The job uses `schedule` if the config sets `use_checkpoint_lr_scheduler`.
 
     progress: TrainingProgress
     text: str
@@ -66,11 +68,12 @@ class Start:
         groups: Groups,
         change: ChangedPositions | None = None,
     ) -> None:
-        """Load the weights of `saved` into the model, unless `finish` will load them later.
+        """Load the weights of `self.saved` into the model.
 
         Args:
-            change: The change of positional embeddings, if the model has others than `saved`.
+            change: The old and new positional embeddings, if they differ.
         """
+        # Nothing is done if `finish` will load them later.
         if self.saved is not None and not self.resumes:
             notes = load_weights(model, self.saved, run, groups, change)
             self.text = "\n".join([self.text, *notes])
@@ -82,10 +85,9 @@ class Start:
         groups: Groups,
         run: RunDescription,
     ) -> TrainingProgress:
-        """Load the full training state of `saved` if `resumes` is true, and return `progress`.
+        """Load the training state into the engine, and return the counters at the job's start.
 
-        If `resumes` is false, only set the step in the engine and in the learning-rate schedule.
-        Every rank must call this method.
+        Every rank must call this method. If `self.resumes` is false, only the step is set.
         """
         step = self.progress.step
         if self.saved is not None and self.resumes:
@@ -105,12 +107,11 @@ def restore(
 ) -> TrainingProgress:
     """Load the full training state of the checkpoint `saved`. Every rank must call this function.
 
-    The state consists of weights, optimizer, schedule and random streams. If this run's layout
-    differs from the checkpoint's, the main rank converts the checkpoint first, and dropout uses new
-    random streams.
+    The state consists of weights, optimizer, schedule and random streams. A checkpoint of another
+    parallel layout is converted first, and dropout then uses new random streams.
 
     Args:
-        work: A writable folder, in which a checkpoint of another layout is converted.
+        work: A writable folder for the converted checkpoint.
 
     Raises:
         CheckpointError: A file is missing or damaged, or the checkpoint cannot be converted to the

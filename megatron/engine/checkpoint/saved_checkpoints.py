@@ -8,8 +8,6 @@
 A folder may also hold published (GPT-NeoX) checkpoints, or checkpoints imported from them (`Kind`).
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
@@ -97,11 +95,9 @@ class Saved:
 
     @cached_property
     def counters(self) -> tuple[int, dict[str, Any] | None]:
-        """The number of optimizer steps taken, and the recorded learning-rate schedule or None.
-
-        Only published (GPT-NeoX) checkpoints and imports of them record a schedule. For other
-        checkpoints, and if the recorded schedule is incomplete, the second value is None.
-        """
+        """The number of optimizer steps taken, and the recorded learning-rate schedule or None."""
+        # Only published (GPT-NeoX) checkpoints and imports of them record a schedule. The schedule
+        # is also None if its record is incomplete.
         if self.kind is Kind.PUBLISHED:
             return counters(self.path)
         return self.record.progress.step, (self.record.imported or {}).get("schedule")
@@ -114,10 +110,8 @@ class Saved:
     def weights(self) -> Weights:
         """Read all weights as a dict from name to unsharded weight.
 
-        This method cannot read a checkpoint in the published (GPT-NeoX) layout.
-
-        Weights have the dtype in which they are stored. A ZeRO-3 checkpoint stores only the fp32
-        copies that the optimizer updates, so the result contains these copies.
+        Weights have the dtype in which they are stored. For ZeRO-3, this is fp32. A checkpoint in
+        the published (GPT-NeoX) layout cannot be read.
 
         Raises:
             CheckpointError: A file is missing or damaged.
@@ -125,10 +119,8 @@ class Saved:
         return read_full(self.path, self.record)
 
     def imported_tensors(self) -> tuple[dict[str, Tensor], dict[str, list[Tensor]]]:
-        """Return the dictionaries `buffers` and `shards` that an import from GPT-NeoX stored.
-
-        The class `Published` describes both. For other checkpoints, both are empty.
-        """
+        """Return the buffers and the original shards that an import from GPT-NeoX stored."""
+        # See `Published.buffers` and `Published.shards`. For other checkpoints, both are empty.
         if self.kind is not Kind.IMPORTED or self.record.imported is None:
             return {}, {}
         state = safe_load(self.path / "mp_rank_00_model_states.pt")
@@ -137,13 +129,13 @@ class Saved:
     def damage(self, groups: Groups, *, optimizer: bool = True) -> str | None:
         """Return a text that names a damaged file and its damage, or None if all files are intact.
 
-        Every rank must call this method. For a published (GPT-NeoX) checkpoint the result is always
-        None, because that format records neither sizes nor checksums.
+        Every rank must call this method. A published (GPT-NeoX) checkpoint has no checksums, so its
+        result is always None.
 
         Args:
-            optimizer: Whether to check the optimizer's files, too. With ZeRO-3 these files hold the
-                weights, so they are always checked.
+            optimizer: Whether to check the optimizer's files, too.
         """
+        # With ZeRO-3, the optimizer's files hold the weights, so they are always checked.
         if is_published(self.path):
             return None
         skip = not optimizer and self.record.layout["zero_stage"] < 3
@@ -153,7 +145,7 @@ class Saved:
         """Check that the checkpoint's files are intact.
 
         Args:
-            optimizer: Whether to check the optimizer's files, too (see `damage`).
+            optimizer: Whether to check the optimizer's files, too.
 
         Raises:
             CheckpointError: A file is damaged.
@@ -162,7 +154,7 @@ class Saved:
             raise CheckpointError(f"{self.path} is damaged: {problem}")
 
     def require_same(self, run: RunDescription, *subjects: str, free: Sequence[str] = ()) -> None:
-        """Check that the checkpoint records the same values as `run` in the fields `subjects`.
+        """Check that the checkpoint's run and `run` have the same properties.
 
         Args:
             subjects: The fields of `RunDescription` to compare: "model", "data" or both.
@@ -199,8 +191,8 @@ def newest(folder: Path) -> Saved | None:
     """Return the checkpoint that `folder/latest` names; None if `folder` has no checkpoints.
 
     Raises:
-        CheckpointError: `latest` is missing although `folder` has checkpoints, the checkpoint that
-            `latest` names does not exist, or `folder` is itself a checkpoint.
+        CheckpointError: `latest` is missing or names a missing checkpoint, or `folder` is itself a
+            checkpoint.
     """
     tag, problem = RunFolder(folder).newest_tag()
     if problem:
@@ -212,8 +204,8 @@ def require_newest(folder: Path) -> Saved:
     """Return the checkpoint that `folder/latest` names.
 
     Raises:
-        CheckpointError: `folder` has no checkpoints or is itself a checkpoint, or `latest` is
-            missing or names a checkpoint that does not exist.
+        CheckpointError: `folder` has no checkpoints or is itself a checkpoint, or `latest` names no
+            checkpoint.
     """
     saved = newest(folder)
     if saved is None:

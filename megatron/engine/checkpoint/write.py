@@ -3,8 +3,6 @@
 If the process is killed at any moment, the previous checkpoint stays usable (see `publish`).
 """
 
-from __future__ import annotations
-
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -39,8 +37,7 @@ class Destination:
         folder: The run folder; a checkpoint becomes its subfolder `global_stepN`.
         run: The description of the run, which each checkpoint records.
         keep_last: The number of newest checkpoints to keep; None or 0 keeps all.
-        confirm: A function that raises an error if this job no longer holds the lease of `folder`
-            (see `job/lease.py`).
+        confirm: A function that raises an error if another job has taken `folder` over.
     """
 
     folder: Path
@@ -54,12 +51,12 @@ def write_state(
 ) -> None:
     """Write the state of all ranks into the unfinished folder of the new checkpoint `saved`.
 
-    Every rank must call this function, and `complete` afterwards. DeepSpeed writes the
-    files through `engine.checkpoint_engine`, which the caller may replace.
+    Every rank must call this function, and `complete` afterwards.
 
     Raises:
         CheckpointError: The files cannot be written. Earlier checkpoints are unchanged.
     """
+    # DeepSpeed writes the files through `engine.checkpoint_engine`, which the caller may replace.
     if groups.is_main:
         create_unfinished(to.folder, saved.tag)
     groups.barrier()
@@ -72,13 +69,13 @@ def write_state(
 
 @contextmanager
 def removed_if_it_fails(saved: Saved) -> Iterator[None]:
-    """If the `with` block fails, remove the unfinished files of `saved` to free disk space.
+    """Remove the unfinished files of `saved` if the `with` block fails.
 
     Raises:
-        CheckpointError: The block has raised an OSError or a RuntimeError.
-        FailedElsewhereError: This rank cannot write, because another rank has failed earlier and
-            removed the files.
+        CheckpointError: The files could not be written.
+        FailedElsewhereError: Another rank has failed before, and has removed the files.
     """
+    # An OSError or a RuntimeError of the block means that the files could not be written.
     try:
         yield
     except (OSError, RuntimeError) as error:  # torch's file writer raises RuntimeErrors

@@ -4,8 +4,6 @@ Each machine has its own copy of the configuration and of the text. If the copie
 module did not check them, the ranks would train different models, or on different samples.
 """
 
-from __future__ import annotations
-
 import socket
 import time
 import uuid
@@ -28,7 +26,7 @@ NFS caches a folder for 60 seconds by default (its option `acdirmax`).
 
 
 def settings_of(config: Config) -> dict[str, Any]:
-    """Return a dict from config key to value, without the sections `data` and `logging`."""
+    """Return a dict from config key to value. Keys about data and logging are left out."""
     return {
         name: value
         for section, values in config.sections()
@@ -99,10 +97,10 @@ def seen_by_all(
     Args:
         look: A function that reads `folder`, and returns for example the names of its files.
         folder: The folder that error messages name.
-        expected: The value to wait for; None waits until all ranks have the value of rank 0.
+        expected: The value to wait for; None means the value of rank 0.
 
     Raises:
-        CheckpointError: The value of some rank is still wrong after PATIENCE seconds.
+        CheckpointError: The ranks still disagree after PATIENCE seconds.
     """
     until = time.monotonic() + PATIENCE
     while True:

@@ -1,7 +1,5 @@
 """End a command with exit code 1 and without a traceback after an error that the user can fix."""
 
-from __future__ import annotations
-
 import sys
 import traceback
 from collections.abc import Iterator
@@ -23,14 +21,16 @@ USER_ERRORS = (UserError, AttentionError, PositionalError, OSError)
 
 @contextmanager
 def user_errors() -> Iterator[None]:
-    """If the `with` block raises one of `USER_ERRORS`, print the error and exit with code 1.
+    """Print an expected error of the `with` block, and exit with code 1.
 
-    Running out of memory has the same effect. Other errors are raised again. In a job of several
-    processes, any error in the block ends all processes (see `failure`).
+    These are the errors in `USER_ERRORS`, and errors about too little memory. Other errors pass
+    unchanged.
 
     Raises:
-        SystemExit: The block has raised one of `USER_ERRORS`, or has run out of memory.
+        SystemExit: The block has raised an expected error.
     """
+    # In a job of several processes, any error in the block ends all processes.
+    # See `failure` for the end of the other processes.
     try:
         yield
     except (Exception, KeyboardInterrupt) as error:

@@ -15,8 +15,6 @@ If all ranks fail with the same error, only rank 0 prints the error. A rank that
 connection to another rank prints nothing, because the other rank reports the cause.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os
@@ -71,10 +69,9 @@ _IF_WRITABLE = contextlib.suppress(OSError)
 
 
 class Failure(TypedDict):
-    """The error of a rank, as written in JSON into the job's key-value store.
+    """The error of a rank, as the other ranks read it from the job's key-value store."""
 
-    All other ranks end with the exit code `code`.
-    """
+    # All other ranks end with the exit code `code`.
 
     rank: int
     host: str
@@ -91,20 +88,19 @@ _received: list[Failure] = []
 class Watch:
     """A thread that ends this process when another rank fails.
 
-    Every POLL_INTERVAL seconds, the thread looks for a failure in the job's key-value store
-    (torch.distributed's `Store`). Create the watch before the process joins the job, so that
-    failures while joining are noticed.
+    Create the watch before the process joins the job.
 
     Args:
         silence: The seconds without a sign of life after which a rank counts as lost.
-        exchange: A function that the thread calls with the store while no rank has failed. It
-            returns whether the thread should read the store again sooner than usual.
+        exchange: A function of the job's key-value store, called regularly by the thread. It
+            returns whether the next call should follow sooner than usual.
     """
 
+    # Every POLL_INTERVAL seconds, the thread looks for a failure in the job's key-value store
+    # (torch.distributed's `Store`), so it also notices failures while joining.
+
     def __init__(
-        self,
-        silence: float = SILENCE,
-        exchange: Callable[[Store], bool] = lambda store: False,
+        self, silence: float = SILENCE, exchange: Callable[[Store], bool] = lambda store: False
     ) -> None:
         self._silence, self._exchange = silence, exchange
         self._over = threading.Event()
@@ -158,8 +154,7 @@ def end_process(
 
     Args:
         text: The error message.
-        lost: Whether the error is only a lost connection to another process. That other process
-            is then expected to report the cause.
+        lost: Whether the error is only a lost connection. Another process then reports the cause.
         code: The exit code of this process.
         ends_all: Whether the other ranks end with `code` too; otherwise they end with 1.
     """
@@ -184,7 +179,8 @@ register(end_process)
 
 
 def lost_contact(error: BaseException | None) -> bool:
-    """Return whether `error`, or an error that caused it, means that another process has ended."""
+    """Return whether `error` means that another process has ended."""
+    # An error that caused `error` counts, too.
     while error is not None:
         is_torchs = type(error) is RuntimeError or isinstance(error, dist.DistBackendError)
         is_loss = is_torchs and LOST_CONTACT.search(str(error))
@@ -195,7 +191,7 @@ def lost_contact(error: BaseException | None) -> bool:
 
 
 def _report(failure: Failure, lost: bool, causes: list[Failure]) -> None:
-    """Report `failure` to the other ranks through the job's store. If there is no store, print it.
+    """Report `failure` to the other ranks, or print it if the job has no key-value store.
 
     Args:
         lost: Whether the failure is only a lost connection to another process.
@@ -213,15 +209,16 @@ def _report(failure: Failure, lost: bool, causes: list[Failure]) -> None:
 
 
 def _report_to_store(failure: Failure, lost: bool) -> Failure | None:
-    """Write `failure` into the job's store, and print it unless another rank prints the same error.
+    """Write `failure` into the job's key-value store, and print it.
 
     Args:
         lost: Whether the failure is only a lost connection to another process.
 
     Returns:
-        The failure of another rank that caused `failure`; None if there is none, or if `lost` is
-        false.
+        The failure of another rank that caused `failure`, or None.
     """
+    # Nothing is printed if another rank prints the same error. The result is None if `lost` is
+    # false.
     if lost and _received and _received[0]["rank"] != failure["rank"]:
         print_if_elsewhere(_received[0])
         return _received[0]
@@ -255,7 +252,8 @@ def _write_for_launcher(text: str) -> None:
 
 
 def _wait_for(store: Store, key: str) -> Failure | None:
-    """Return the failure stored at `key`; None if none is stored after CAUSE_WAIT seconds."""
+    """Return the failure stored at `key`, or None if none is stored soon."""
+    # The wait is CAUSE_WAIT seconds.
     until = time.monotonic() + CAUSE_WAIT
     while not store.check([key]):  # torch's `wait` would print a warning
         if time.monotonic() > until:
@@ -273,13 +271,14 @@ def _local_failure(text: str, code: int = 1) -> Failure:
 
 
 def _print(failure: Failure) -> None:
-    """Print `failure`, even while the main thread redirects `sys.stderr` to hide output."""
+    """Print `failure` on the real stderr."""
+    # The main thread may have redirected `sys.stderr` to hide output.
     with _IF_WRITABLE:
         source = f"rank {failure['rank']} on {failure['host']}"
         print(f"{source}: {failure['text']}", file=sys.__stderr__, flush=True)
 
 
 def print_if_elsewhere(failure: Failure) -> None:
-    """If `failure` happened on another machine, print it on local rank 0 of this machine."""
+    """If `failure` happened on another machine, print it on one rank of this machine."""
     if failure["host"] != socket.gethostname() and os.environ.get("LOCAL_RANK") == "0":
         _print(failure)

@@ -10,8 +10,6 @@ since the other rank's count last changed. So no rank compares the clocks of two
 during which the whole job is suspended does not count as silence.
 """
 
-from __future__ import annotations
-
 import os
 import socket
 import threading
@@ -32,18 +30,13 @@ HOST = socket.gethostname()
 
 
 class Talk(threading.Thread):
-    """A thread that writes and reads heartbeats over one connection to the job's store.
+    """A thread that writes and reads heartbeats in the job's key-value store."""
 
-    The thread ends if the connection fails, or after the event `over` is set. The thread blocks for
-    ever if the store does not answer.
-    """
+    # The thread uses one connection. It ends if the connection fails, or after the event `over` is
+    # set. It blocks for ever if the store does not answer.
 
     def __init__(
-        self,
-        ranks: int,
-        reads_every: int,
-        interval: float,
-        exchange: Callable[[Store], bool],
+        self, ranks: int, reads_every: int, interval: float, exchange: Callable[[Store], bool]
     ):
         super().__init__(name="heartbeat", daemon=True)
         self.over = threading.Event()
@@ -66,10 +59,8 @@ class Talk(threading.Thread):
             self.refused = isinstance(error, ConnectionRefusedError)
 
     def _turn(self, store: Store) -> float:
-        """Write this rank's heartbeat. On some calls, also read the heartbeats of all ranks.
-
-        Return the number of seconds to wait before the next call.
-        """
+        """Exchange heartbeats once, and return the seconds to wait before the next call."""
+        # Each call writes this rank's heartbeat. Some calls also read the heartbeats of all ranks.
         store.set(f"beat/{os.environ['RANK']}", f"{time.monotonic_ns()} {HOST}")
         keys = [f"beat/{rank}" for rank in range(self._ranks)]
         due = self.reads and self.answers % self._reads_every == 0
@@ -83,20 +74,21 @@ class Talk(threading.Thread):
 class Hearing:
     """Watches the heartbeats of all ranks, and finds the ranks that are silent for too long.
 
-    A thread reads the heartbeats. Call `tick` every `interval` seconds to evaluate what was read.
-
     Attributes:
-        answered: Whether the store has ever answered.
+        answered: Whether the job's key-value store has ever answered.
         refused_for: The seconds for which the store's machine has refused connections.
     """
 
+    # A thread reads the heartbeats. `tick`, called every `interval` seconds, evaluates what was
+    # read.
+
     def __init__(self, bound: float, interval: float, exchange: Callable[[Store], bool]):
-        """Start a thread that exchanges heartbeats with the other ranks through the job's store.
+        """Start a thread that exchanges heartbeats with the other ranks.
 
         Args:
             bound: The seconds of silence after which a rank counts as lost.
             interval: The usual number of seconds between two heartbeats.
-            exchange: A function that the thread calls with the store after each heartbeat. It
+            exchange: A function of the job's key-value store, called after each heartbeat. It
                 returns whether the next heartbeat should follow sooner than usual.
         """
         self.answered = False
@@ -109,11 +101,9 @@ class Hearing:
         self._talk = self._new_talk()
 
     def tick(self) -> None:
-        """Evaluate the heartbeats that the thread has read since the last call of this method.
-
-        If the store has not answered for more than PATIENCE calls, start a thread with a new
-        connection.
-        """
+        """Evaluate the heartbeats that the thread has read since the last call of this method."""
+        # If the store has not answered for more than PATIENCE calls, a thread with a new connection
+        # starts.
         talk = self._talk
         new, self._answers = talk.answers > self._answers, talk.answers
         self.refused_for = 0.0 if new else self.refused_for + self._interval * talk.refused
@@ -145,7 +135,11 @@ class Hearing:
         return Talk(self._ranks, max(1, int(self._bound / 20)), self._interval, self._exchange)
 
     def _compare(self, beats: list[bytes]) -> None:
-        """Update how long each rank has been silent. `beats` holds each rank's last heartbeat."""
+        """Update how long each rank has been silent.
+
+        Args:
+            beats: The last heartbeat of each rank.
+        """
         for rank, beat in enumerate(beats):
             same = self._talk.reads and self._beats and beat == self._beats[rank]
             self._silence[rank] = self._silence[rank] + self._interval if same else 0.0

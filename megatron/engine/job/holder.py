@@ -1,7 +1,5 @@
 """Describe the process that holds a lease, and find out whether that process is alive."""
 
-from __future__ import annotations
-
 import os
 import socket
 import time
@@ -20,10 +18,9 @@ JOB_VARIABLES = ("SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID", "JOB_ID")
 
 @dataclass(frozen=True)
 class Holder:
-    """The process that holds a lease, as the lease's file describes it.
+    """The process that holds a lease: a file that reserves a run folder for one process."""
 
-    Leases that earlier versions of this project wrote lack `folder`.
-    """
+    # A lease that an earlier version of this project wrote does not record `folder`.
 
     pid: Annotated[int, Field(ge=1, lt=1 << 31)]
     host: str = ""
@@ -39,6 +36,7 @@ _HOLDER = TypeAdapter(Holder)
 
 def describe_process() -> dict[str, Any]:
     """Return the description of this process for its lease."""
+    # See `Holder`.
     return {
         "pid": os.getpid(),
         "host": socket.gethostname(),
@@ -51,7 +49,7 @@ def describe_process() -> dict[str, Any]:
 
 
 def parsed(content: str) -> Holder | None:
-    """Parse the content of a lease, and return its holder; None if the content is damaged."""
+    """Return the holder that a lease's content describes, or None if the content is damaged."""
     with suppress(ValueError):
         return _HOLDER.validate_json(content)
     return None
@@ -71,7 +69,7 @@ def who(content: str) -> str:
 
 
 def is_alive(content: str) -> bool | None:
-    """Return whether a lease's holder is alive; None if this process cannot find out.
+    """Return whether the process that holds a lease is alive; None if this is unknown.
 
     Args:
         content: The content of the lease.
@@ -87,10 +85,7 @@ def is_alive(content: str) -> bool | None:
 
 
 def _machine() -> str | None:
-    """Return a text that identifies this container and the last boot of its machine.
-
-    The result is None if there is no `/proc`.
-    """
+    """Return a text that identifies this container and the last boot, or None without `/proc`."""
     try:
         boot = (PROC / "sys/kernel/random/boot_id").read_text().strip()
         return f"{socket.gethostname()} {boot} {os.readlink(PROC / 'self/ns/pid')}"
@@ -99,10 +94,8 @@ def _machine() -> str | None:
 
 
 def start_time(pid: int) -> str | None:
-    """Return the time at which a process started, in clock ticks since the machine's boot.
-
-    The result is None if the process has ended or the system has no `/proc`.
-    """
+    """Return a process's start time in clock ticks since the boot, or None if it has ended."""
+    # The result is also None on a system without `/proc`.
     path = PROC / str(pid) / "stat"
     if not path.exists():
         return None

@@ -3,8 +3,6 @@
 DeepSpeed, whose import takes seconds, is imported only to join torchrun's job.
 """
 
-from __future__ import annotations
-
 import os
 from contextlib import AbstractContextManager, nullcontext
 
@@ -15,7 +13,7 @@ from megatron.parallel.groups import Groups, build_groups
 
 
 def job_or_alone(config: Config) -> AbstractContextManager[Groups]:
-    """Return a context manager that joins the job which torchrun started.
+    """Return a context manager that joins the job that torchrun started.
 
     If torchrun did not start this process, the job consists of this process alone.
     """
@@ -27,5 +25,5 @@ def job_or_alone(config: Config) -> AbstractContextManager[Groups]:
 
 
 def alone() -> Groups:
-    """Return the process groups of a job of this process alone, on the GPU if there is one."""
+    """Return process groups for a job with one process, on the GPU if there is one."""
     return build_groups(torch.device("cuda" if torch.cuda.is_available() else "cpu"))

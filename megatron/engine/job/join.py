@@ -4,8 +4,6 @@ Joining initialises torch.distributed and silences DeepSpeed's log. Importing th
 DeepSpeed, which takes seconds.
 """
 
-from __future__ import annotations
-
 import logging
 import os
 from collections.abc import Iterator
@@ -37,13 +35,14 @@ indexes a large text. A rank's failure still ends the job at once (see `failure`
 def joined_job(parallel: ParallelConfig, *, verbose: bool = False) -> Iterator[Groups]:
     """Join the job for the time of the `with` block, and yield its process groups.
 
-    While the block runs, the failure of one rank ends all ranks. After an error in a job of several
-    processes, the process groups stay open, and the caller must end the process.
+    While the block runs, the failure of one rank ends all ranks.
 
     Args:
         parallel: The section of the config with `distributed_backend` and `heartbeat_timeout`.
         verbose: Whether DeepSpeed prints its log messages.
     """
+    # After an error in a job of several processes, the process groups stay open, and the caller
+    # must end the process.
     backend = parallel.distributed_backend
     watch = failure.Watch(parallel.heartbeat_timeout, preemption.exchange)
     if is_member():
@@ -66,7 +65,7 @@ def join_job(*, backend: str | None = None, verbose: bool = False) -> Groups:
     Without those variables, this process becomes a job of one process.
 
     Args:
-        backend: "nccl" or "gloo"; None takes nccl on CUDA and gloo elsewhere.
+        backend: "nccl" or "gloo"; None means nccl on CUDA and gloo elsewhere.
         verbose: Whether DeepSpeed prints its log messages.
 
     Raises:

@@ -17,8 +17,6 @@ A process can hand its lease to a process that it starts (`handed`). The new pro
 lease by its own, so that no other process can take the folder in between.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import random
@@ -51,23 +49,26 @@ Confirm = Callable[[], None]
 
 
 def unleased() -> None:
-    """Do nothing. This `Confirm` function is for folders that need no lease or are only read."""
+    """Do nothing, as the check of a folder that needs no lease."""
+    # This is a `Confirm` function.
 
 
 @contextmanager
 def sole_writer(folder: Path, key: str = "save") -> Iterator[Confirm]:
-    """Hold the lease of `folder` during the `with` block, and yield a `Confirm` function.
+    """Reserve `folder` for this process during the `with` block.
 
-    Call the yielded function before each change of a file that another run may need: `latest`,
-    finished checkpoints, metrics. The yielded function raises CheckpointError if this process has
-    lost the lease. `folder` is created if it does not exist.
+    The block gets a function that raises CheckpointError if this process has lost the reservation.
+    Call that function before each change of a file that another run may need.
 
     Args:
+        folder: The folder; it is created if it does not exist.
         key: The setting that names the folder, such as `save`. Error messages contain it.
 
     Raises:
-        CheckpointError: Another process holds the lease and is alive.
+        CheckpointError: Another process that is alive has reserved the folder.
     """
+    # The reservation is a lease, a file in `folder`. Files that another run may need are `latest`,
+    # finished checkpoints and metrics.
     path, text = _take(folder, key)
     place = _place(folder)
     over = threading.Event()
@@ -116,20 +117,19 @@ def sole_writer(folder: Path, key: str = "save") -> Iterator[Confirm]:
 
 
 def handed(folder: Path) -> dict[str, str]:
-    """Return environment variables that hand this process's lease of `folder` to a child process.
-
-    The child takes the lease over when it calls `sole_writer`. This process holds it until then.
-    """
+    """Return environment variables that pass this process's lease of `folder` to a child."""
+    # The child takes the lease over when it calls `sole_writer`. This process holds it until then.
     return {HANDED: next(iter(_leases(folder).values()), "")}
 
 
 def _take(folder: Path, key: str) -> tuple[Path, str]:
-    """Take the lease of `folder` for this process; return the path and the content of the lease.
+    """Take the lease of `folder` for this process; return the lease's path and content.
 
     Raises:
         CheckpointError: Another process holds the lease and is alive, or this process could not
-            take the lease within LONGEST_WAIT seconds for another reason.
+            take the lease for another reason.
     """
+    # An attempt lasts at most LONGEST_WAIT seconds.
     deadline = time.monotonic() + LONGEST_WAIT
     while time.monotonic() < deadline:
         _make(folder)
@@ -170,11 +170,10 @@ def _make(folder: Path) -> None:
 def _create(path: Path, text: str) -> None:
     """Create the lease file `path` with the content `text`.
 
-    The file is removed if its content cannot be written.
-
     Raises:
         FileExistsError: Another process has created the lease.
     """
+    # The file is removed if its content cannot be written.
     with naming(path), path.open("xb", buffering=0) as file:
         try:
             file.write(text.encode())
@@ -184,20 +183,19 @@ def _create(path: Path, text: str) -> None:
 
 
 def _wait_for_end(path: Path, content: str, key: str, deadline: float) -> None:
-    """Wait until the holder of the lease `path` is dead or has removed the lease.
-
-    If this machine cannot check the holder's process, the holder counts as dead after LIFETIME
-    seconds without a heartbeat.
+    """Wait until the holder of a lease is dead or has removed the lease.
 
     Args:
+        path: The lease's file.
         content: The content of the lease.
         key: The setting that names the folder, for the error message.
         deadline: The time (of `time.monotonic`) at which to give up.
 
     Raises:
-        CheckpointError: The holder has sent a heartbeat during the wait, or its process still
-            exists LIFETIME seconds after the last heartbeat, or the deadline has passed.
+        CheckpointError: The holder is alive, or the deadline has passed.
     """
+    # If this machine cannot check the holder's process, the holder counts as dead after LIFETIME
+    # seconds without a heartbeat. A holder's process that still exists then is an error.
     first, begun = None, time.monotonic()
     # The file server sets the times of this file and of the lease by the same clock.
     with tempfile.TemporaryFile(dir=path.parent) as clock:
@@ -231,7 +229,7 @@ def _leases(folder: Path) -> dict[Path, str]:
 
 
 def _read(path: Path) -> tuple[str, float] | None:
-    """Return a lease's content and the time of its last heartbeat; None if the file is missing.
+    """Return a lease's content and the time of its last heartbeat, or None without a file.
 
     Raises:
         OSError: The file cannot be read, or is not a lease.
@@ -255,11 +253,12 @@ def _place(folder: Path) -> tuple[str, int, int] | None:
 
 
 def _names_another(content: str, folder: Path) -> bool:
-    """Return whether a lease found in `folder` was copied there from another folder.
+    """Return whether a lease in `folder` was copied there from another folder.
 
     Args:
-        content: The content of the lease. A process of this machine has written the lease.
+        content: The content of the lease.
     """
+    # A process of this machine has written the lease.
     holder, place = parsed(content), _place(folder)
     if holder is None or holder.folder is None or place is None:
         return False

@@ -6,8 +6,6 @@ time-out is set. So use a connection only in a separate thread, and never wait f
 without a time limit.
 """
 
-from __future__ import annotations
-
 import os
 import socket
 import time
@@ -26,8 +24,8 @@ def connect(patience: float = 0.0, opens: bool = False) -> Store:
     """Open a new connection to the job's key-value store and return it.
 
     Args:
-        patience: The seconds during which this call tries again if it cannot connect.
-        opens: Whether this call creates the store in this process.
+        patience: The seconds during which a failed connection is tried again.
+        opens: Whether this process holds the store, which this call then creates.
 
     Raises:
         ConnectionRefusedError: No process holds the store.

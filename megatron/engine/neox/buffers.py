@@ -4,8 +4,6 @@ A model computes these buffers from the configuration, and never loads them from
 stored buffers are only compared with the computed ones.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 
@@ -41,11 +39,10 @@ def wrong_buffers(
 ) -> list[str]:
     """Return one error line for each stored buffer that contradicts the configuration.
 
-    A buffer that is missing from `stored` is no error.
-
     Args:
         stored: The checkpoint's buffers, as a dict from GPT-NeoX's name to buffer.
     """
+    # A buffer that is missing from `stored` is no error.
     wrong = []
     for name, tensor in stored.items():
         implied = implied_buffers(block, pos, tensor.dtype).get(name)

@@ -4,8 +4,6 @@ Both are in the file `mp_rank_00_model_states.pt`. It is no error if this file i
 of an unexpected type is treated as missing.
 """
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 from typing import Any
@@ -15,11 +13,12 @@ from megatron.engine.safe_load import safe_load
 
 
 def client_state(checkpoint: Path) -> dict[str, Any]:
-    """Return the content of `checkpoint/mp_rank_00_model_states.pt`, or {} if it does not exist.
+    """Return the content of the checkpoint's file of counters, or {} if there is no such file.
 
     Raises:
         CheckpointError: The file cannot be read, or it contains more than tensors and plain values.
     """
+    # The file is `mp_rank_00_model_states.pt`.
     path = checkpoint / "mp_rank_00_model_states.pt"
     return load_mapping(path) if path.is_file() else {}
 
@@ -28,8 +27,8 @@ def load_mapping(path: Path) -> dict[str, Any]:
     """Read a dictionary with string keys from a file that `torch.save` wrote.
 
     Raises:
-        CheckpointError: The file cannot be read, contains more than tensors and plain values, or
-            does not contain a dictionary with string keys.
+        CheckpointError: The file cannot be read, or is not a dictionary of tensors and plain values
+            with string keys.
     """
     loaded = safe_load(path)
     if not isinstance(loaded, dict) or any(not isinstance(name, str) for name in loaded):
@@ -50,13 +49,13 @@ def counters(checkpoint: Path) -> tuple[int, dict[str, Any] | None]:
 
 
 def schedule_of(client: dict[str, Any]) -> dict[str, Any] | None:
-    """Return the recorded learning-rate schedule as an argument for `AnnealingLR.load_state_dict`.
-
-    The result is None if the recorded schedule is missing or incomplete.
+    """Return the recorded learning-rate schedule, or None if it is missing or incomplete.
 
     Args:
-        client: The result of `client_state`.
+        client: The content of the checkpoint's file of counters.
     """
+    # The result is an argument for `AnnealingLR.load_state_dict`; `client` comes from
+    # `client_state`.
     state = mapping(client, "lr_scheduler")
     names = ("start_lr", "end_iter", "warmup_iter", "decay_style", "min_lr", "num_iters")
     if any(name not in state for name in names):
@@ -67,12 +66,10 @@ def schedule_of(client: dict[str, Any]) -> dict[str, Any] | None:
 def step_of(client: dict[str, Any], checkpoint: Path) -> int:
     """Return the number of optimizer steps that the checkpoint records.
 
-    If the checkpoint records none, return the number in the name of its folder, or 0 if the name
-    has no number.
-
     Args:
-        client: The result of `client_state`.
+        client: The content of the checkpoint's file of counters.
     """
+    # Without a record, the number in the name of the folder counts, or 0 if there is none.
     named = re.fullmatch(r"global_step(\d+)", checkpoint.name)
     recorded = count(client, "iteration") or count(client, "total_iters")
     return recorded or (int(named[1]) if named else 0)

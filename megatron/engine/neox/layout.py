@@ -23,8 +23,6 @@ Since 2024, gpt-neox gives some tensors other names, and has additional tensors 
 Legend: L layers, N tensor-parallel ranks, H heads. (In `theta_HN`, N counts parameters per head.)
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Sequence
 
@@ -66,7 +64,7 @@ _RULES = {
 
 
 def file_name(index: int, rank: int) -> str:
-    """Return `layer_XX-model_YY-model_states.pt` with XX = `index` and YY = `rank`."""
+    """Return `layer_XX-model_YY-model_states.pt`, where XX is `index` and YY is `rank`."""
     return f"layer_{index:02d}-model_{rank:02d}-model_states.pt"
 
 
@@ -83,14 +81,15 @@ def positions(num_layers: int, tied: bool) -> list[int]:
 def rule(name: str, *, geglu: bool, summed: bool, row_output: bool) -> str:
     """Return the rule by which a tensor's tensor-parallel shards are merged into one tensor.
 
-    The rule is "rows", "columns", "halves", "replicated" or "summed" (see the module docstring).
+    The rules are "rows", "columns", "halves", "replicated" and "summed".
 
     Args:
         name: GPT-NeoX's name of the tensor.
         geglu: Whether the MLP's activation is geglu.
-        summed: Whether the model was trained with `gpt_j_residual`.
+        summed: Whether the model was trained with GPT-NeoX's `gpt_j_residual`.
         row_output: Whether the output projection is row-parallel.
     """
+    # The module's docstring describes the rules.
     if name.startswith("mlp.dense_h_to_4h."):
         return "halves" if geglu else "rows"
     if name in ("attention.dense.bias", "mlp.dense_4h_to_h.bias"):
@@ -101,13 +100,16 @@ def rule(name: str, *, geglu: bool, summed: bool, row_output: bool) -> str:
 
 
 def merge(shards: Sequence[Tensor], how: str) -> Tensor:
-    """Merge the shards of all tensor-parallel ranks into one tensor by the rule `how`.
+    """Merge the shards of all tensor-parallel ranks into one tensor.
 
-    With the rule "summed", the result is fp64 if the shards' dtype cannot hold the exact sum.
+    Args:
+        shards: The shards, by rank.
+        how: The rule for merging, a result of `rule`.
 
     Raises:
         ValueError: The shards' shapes do not fit, or shards that must be equal differ.
     """
+    # With the rule "summed", the result is fp64 if the shards' dtype cannot hold the exact sum.
     first = shards[0]
     if len(shards) == 1:
         return first
@@ -132,15 +134,16 @@ def merge(shards: Sequence[Tensor], how: str) -> Tensor:
 
 
 def split(tensor: Tensor, how: str, count: int, *, name: str = "tensor") -> list[Tensor]:
-    """Split `tensor` into `count` tensor-parallel shards by the rule `how`, the inverse of `merge`.
+    """Split a tensor into `count` tensor-parallel shards. The inverse of `merge`.
 
     Args:
+        how: The rule by which the shards can be merged again, a result of `rule`.
         name: The tensor's name in error messages.
 
     Raises:
-        CheckpointError: The size of the split dimension is not a multiple of `count`, or of
-            2 * `count` if the rule is "halves".
+        CheckpointError: The tensor cannot be divided equally among `count` ranks.
     """
+    # With the rule "halves", the split dimension must be a multiple of 2 * `count`.
     if count == 1:
         return [tensor]
     if how == "replicated":
@@ -163,13 +166,12 @@ def split(tensor: Tensor, how: str, count: int, *, name: str = "tensor") -> list
 def our_name(index: int, name: str, num_layers: int) -> str | None:
     """Return this project's name for a tensor of GPT-NeoX, or None if there is no such name.
 
-    The result is also None for the learned tensors of a distance kernel (see `theta_columns`).
-
     Args:
         index: The tensor's position in GPT-NeoX's pipeline.
         name: GPT-NeoX's name of the tensor.
         num_layers: The number of transformer blocks.
     """
+    # The result is also None for the learned tensors of a distance kernel (see `theta_columns`).
     if index == 0:
         known = name in ("word_embeddings.weight", "position_embeddings.weight")
         return f"embedding.{name}" if known else None
@@ -181,10 +183,8 @@ def our_name(index: int, name: str, num_layers: int) -> str | None:
 
 
 def published_place(name: str, num_layers: int) -> tuple[int, str]:
-    """Return GPT-NeoX's pipeline position and name of the tensor that this project calls `name`.
-
-    This function is the inverse of `our_name`.
-    """
+    """Return GPT-NeoX's pipeline position and name of the tensor that this project calls `name`."""
+    # This function is the inverse of `our_name`.
     head, _, rest = name.partition(".")
     if head == "embedding":
         return 0, rest
@@ -197,29 +197,28 @@ def published_place(name: str, num_layers: int) -> tuple[int, str]:
 
 
 def theta_names(pos: PositionalEmbedding) -> tuple[str, ...]:
-    """Return GPT-NeoX's names of the learned tensors of `pos`, in the order of theta's columns.
+    """Return GPT-NeoX's names of the positional embedding's learned tensors.
 
-    Theta [heads, parameters per head] is this project's tensor of all learned parameters of `pos`.
-    The result is empty unless `pos` is a distance kernel with learned parameters.
+    The result is empty if `pos` is not a distance kernel with learned parameters.
     """
+    # The names are in the order of the columns of theta [heads, parameters per head], which is this
+    # project's tensor of all learned parameters.
     if pos.kind != "distance" or not pos.learnable:
         return ()
     return (TABLE,) if pos.name == "rpe" else tuple(p.name for p in pos.parameters)
 
 
 def theta_columns(theta_HN: Tensor, names: Sequence[str]) -> dict[str, Tensor]:
-    """Split theta, or its gradient, into the tensors that each block of GPT-NeoX stores.
-
-    Each column becomes a tensor of its own. T5's bias table stays one tensor, "weight".
+    """Split the positional embedding's learned parameters into the tensors that GPT-NeoX stores.
 
     Args:
-        theta_HN: Theta (the positional embedding's learned parameters) or its gradient, [heads,
-            parameters per head].
-        names: GPT-NeoX's name of each column; ("weight",) for T5's bias table.
+        theta_HN: The learned parameters or their gradient, [heads, parameters per head].
+        names: GPT-NeoX's name of each column of `theta_HN`; ("weight",) for T5's bias table.
 
     Returns:
         A dict from "attention.rpe.NAME" to tensor, for each NAME in `names`.
     """
+    # Each column becomes a tensor of its own. T5's bias table stays one tensor, "weight".
     if list(names) == [TABLE]:
         return {RPE + TABLE: theta_HN.T.contiguous()}
     if len(names) != theta_HN.shape[1]:
@@ -230,14 +229,13 @@ def theta_columns(theta_HN: Tensor, names: Sequence[str]) -> dict[str, Tensor]:
 
 
 def theta_from_columns(columns: dict[str, Tensor]) -> tuple[Tensor, list[str]]:
-    """Return theta [heads, parameters per head] and GPT-NeoX's names of its columns.
-
-    This function is the inverse of `theta_columns`.
+    """Return the positional embedding's parameters [heads, parameters per head], and their names.
 
     Args:
-        columns: The distance kernel's tensors in one transformer block, by GPT-NeoX's names. Each
-            tensor holds all heads.
+        columns: The tensors of the positional embedding in one transformer block, by GPT-NeoX's
+            names. Each tensor holds all heads.
     """
+    # This function is the inverse of `theta_columns`. The names are GPT-NeoX's.
     if RPE + TABLE in columns:
         return columns[RPE + TABLE].T.contiguous(), [TABLE]
     names = [name for name in THETA if RPE + name in columns]

@@ -11,8 +11,6 @@ GPT-NeoX defines the order of its elements. `safe_load` opens the files, so they
 Legend: L layers, N tensor-parallel ranks.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
@@ -39,17 +37,18 @@ class Published:
         shape: The properties of the model, inferred from the files.
         step: The number of optimizer steps taken.
         weights: Maps this project's names to merged tensors, in the stored dtype.
-        buffers: Maps GPT-NeoX's names to stored slopes or frequencies. The configuration determines
-            these values, so they are only checked and exported again, never trained.
-        shards: Maps "POSITION.NAME" (pipeline position and GPT-NeoX's name of a tensor) to the
-            tensor's original tensor-parallel shards. Only tensors whose merged value cannot be
-            split into these shards again have an entry.
+        buffers: Maps GPT-NeoX's names to stored slopes or frequencies. These are never trained.
+        shards: Maps "POSITION.NAME" to the original tensor-parallel shards of a tensor. POSITION is
+            the pipeline position, and NAME is GPT-NeoX's name. Only tensors whose merged value
+            cannot be split into these shards again have an entry.
         schedule: The recorded learning-rate schedule; None if missing.
         args: The recorded configuration values that are integers or strings.
         problems: One line for each file or tensor that is missing, unknown or inconsistent. The
             weights are complete only if there is no line.
         notes: Lines that are printed for the user.
     """
+
+    # The configuration determines `buffers`, so they are only checked and exported again.
 
     shape: Shape
     step: int
@@ -62,10 +61,8 @@ class Published:
     notes: list[str] = field(default_factory=list)
 
     def about(self) -> dict[str, Any]:
-        """Return facts about the checkpoint's files, as a dict.
-
-        An import records them, so that an export can write such files again.
-        """
+        """Return facts about the checkpoint's files that a later export needs."""
+        # An import records them, so that an export can write such files again.
         shape = asdict(self.shape)
         return {"shape": shape, "schedule": self.schedule, "args": self.args}
 
@@ -73,12 +70,12 @@ class Published:
 def read(checkpoint: Path, *, summed_biases: bool = False) -> Published:
     """Read a published (GPT-NeoX) checkpoint, and merge the tensor-parallel shards of its tensors.
 
-    A tensor that is missing, unknown or inconsistent raises no error, but adds a line to the list
-    `problems` of the result. With such a line, some weights are missing in the result.
+    A tensor that is missing, unknown or inconsistent raises no error. It adds a line to
+    `Published.problems` instead, and some weights are then missing.
 
     Args:
-        summed_biases: Whether the model was trained with `gpt_j_residual`. The shards of a
-            row-parallel layer's bias are then added.
+        summed_biases: Whether the model was trained with GPT-NeoX's `gpt_j_residual`. The shards of
+            a row-parallel layer's bias are then added.
 
     Raises:
         CheckpointError: A file cannot be read, or it contains more than tensors and plain values.
@@ -128,10 +125,8 @@ def read(checkpoint: Path, *, summed_biases: bool = False) -> Published:
 
 
 def _infer(states: dict, num_layers: int, tied: bool, parts: int, num_heads: int | None) -> Shape:
-    """Infer the model's `Shape` from the first rank's tensors.
-
-    The fields `theta`, `summed_biases` and `head` keep their defaults.
-    """
+    """Infer the properties of the model from the first rank's tensors."""
+    # The fields `theta`, `summed_biases` and `head` keep their defaults.
 
     def matrices(*tensors: Any) -> bool:
         return all(isinstance(tensor, Tensor) and tensor.ndim == 2 for tensor in tensors)
@@ -158,14 +153,9 @@ def _infer(states: dict, num_layers: int, tied: bool, parts: int, num_heads: int
 
 
 def _shards_by_position(states: dict, out: Published) -> dict[int, list[dict[str, Tensor]]]:
-    """Return a dict from pipeline position to each rank's tensors by name.
-
-    Positions with missing files are left out. Each missing or unknown file adds a line to
-    `out.problems`.
-
-    Args:
-        states: Maps (pipeline position, tensor-parallel rank) to the tensors by name.
-    """
+    """Return a dict from pipeline position to each rank's tensors by name."""
+    # `states` maps (pipeline position, tensor-parallel rank) to the tensors by name. Positions with
+    # missing files are left out. Each missing or unknown file adds a line to `out.problems`.
     shape = out.shape
     expected = {
         (index, rank)
@@ -183,7 +173,8 @@ def _shards_by_position(states: dict, out: Published) -> dict[int, list[dict[str
 
 @contextmanager
 def _collected(problems: list[str], where: str) -> Iterator[None]:
-    """If the `with` block raises an error, add its text to `problems` instead of raising it."""
+    """Add the text of an error of the `with` block to `problems`, and suppress the error."""
+    # Only ValueError, RuntimeError and CheckpointError are suppressed.
     try:
         yield
     except (ValueError, RuntimeError, CheckpointError) as error:
@@ -193,14 +184,16 @@ def _collected(problems: list[str], where: str) -> Iterator[None]:
 def _merge_position(
     index: int, group: list[dict[str, Tensor]], out: Published
 ) -> dict[str, Tensor]:
-    """Merge the shards of each tensor of the pipeline position `index`.
-
-    Return a dict from name to merged tensor. Each tensor that cannot be merged adds a line to
-    `out.problems` instead.
+    """Merge the tensor-parallel shards of each tensor at one pipeline position.
 
     Args:
+        index: The pipeline position.
         group: Each tensor-parallel rank's shards by name.
+
+    Returns:
+        A dict from name to merged tensor.
     """
+    # Each tensor that cannot be merged adds a line to `out.problems` instead.
     merged = {}
     for name in sorted(set().union(*group)):
         where = f"{layout.file_name(index, 0)}: {name}"
@@ -233,7 +226,7 @@ def _is_plain(value: Any) -> TypeGuard[Tensor]:
 
 
 def _check_width(out: Published) -> None:
-    """Add a line to `out.problems` if attention's merged output matrix is not square."""
+    """Add a line to `out.problems` if attention's output matrix is not square."""
     square = out.weights.get("layers.0.attention.dense.weight")
     if square is not None and (square.ndim != 2 or square.shape[0] != square.shape[1]):
         out.problems.append(
@@ -243,14 +236,12 @@ def _check_width(out: Published) -> None:
 
 
 def _take_kernel(kernels: dict[int, dict[str, Tensor]], out: Published) -> None:
-    """Add the distance kernel's tensors to `out`, as learned parameters or as fixed slopes.
-
-    If the tensors are not the same in all blocks, add a line to `out.problems` instead.
+    """Add the positional embedding's tensors to `out`, as learned parameters or fixed slopes.
 
     Args:
-        kernels: Maps each block's position to the kernel's tensors in this block, by GPT-NeoX's
-            names.
+        kernels: Maps each block's position to its tensors, by GPT-NeoX's names.
     """
+    # If the tensors are not the same in all blocks, a line is added to `out.problems` instead.
     if not any(kernels.values()):
         return
     first = min(kernels)

@@ -1,7 +1,5 @@
 """Define the properties of a model that determine how published (GPT-NeoX) files store it."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch
@@ -24,17 +22,20 @@ class Shape:
         num_layers: The number of transformer blocks.
         tied: Whether the output projection shares the embedding's weight.
         parts: The number of tensor-parallel ranks.
-        theta: GPT-NeoX's names of the positional embedding's learned tensors, in the order of the
-            columns of this project's tensor theta; empty if there are none.
+        theta: GPT-NeoX's names of the positional embedding's learned tensors; empty if there are
+            none.
         geglu: Whether the MLP's activation has a gate, so that its first layer has two halves.
         summed_biases: Whether row-parallel biases are summed over the ranks (`gpt_j_residual`).
         row_output: Whether the output projection is row-parallel (`output_layer_parallelism: row`).
-        head: Whether gpt-neox of 2024 or later (its repository's HEAD) wrote the files. These
-            versions name the MLP's layers `linear1` and `linear2`.
-        group: The number of query heads that share a key head. If `group` is above 1, the rows of a
-            published shard of `query_key_value` are all queries, then all keys, then all values.
+        head: Whether a version of gpt-neox from 2024 or later wrote the files. These versions name
+            the MLP's layers `linear1` and `linear2`.
+        group: The number of query heads that share a key head.
         head_size: The size of an attention head; 0 if unknown.
     """
+
+    # `theta` is in the order of the columns of this project's tensor theta. If `group` is above 1,
+    # the rows of a published shard of `query_key_value` are all queries, then all keys, then all
+    # values.
 
     num_layers: NonNegativeInt
     tied: bool = False
@@ -48,13 +49,17 @@ class Shape:
     head_size: NonNegativeInt = 0
 
     def rule(self, name: str) -> str:
-        """Return the rule by which shards of the tensor `name` are merged (see `layout`)."""
+        """Return the rule by which the shards of the tensor `name` are merged, such as "rows"."""
+        # See `layout`.
         return layout.rule(
             name, geglu=self.geglu, summed=self.summed_biases, row_output=self.row_output
         )
 
     def ours(self, name: str, shard: Tensor) -> Tensor:
-        """Return a shard of the published tensor `name` with its rows in this project's order.
+        """Return a shard of a published tensor with its rows in this project's order.
+
+        Args:
+            name: The name of the tensor.
 
         Raises:
             CheckpointError: The shard does not hold a whole number of heads.
@@ -73,11 +78,13 @@ class Shape:
     def published(self, name: str, shard: Tensor) -> Tensor:
         """Return a shard of this project's tensor with its rows in GPT-NeoX's order.
 
-        This method is the inverse of `ours`.
+        Args:
+            name: The name of the tensor.
 
         Raises:
             CheckpointError: The shard does not hold a whole number of heads.
         """
+        # This method is the inverse of `ours`.
         if name.startswith(NORM) and len(shard) > 1:
             return shard.unflatten(0, (-1, self.head_size))
         if self.group == 1 or not name.startswith(FUSED):
@@ -87,7 +94,7 @@ class Shape:
         return torch.cat([part.flatten(0, 1) for part in grouped.split(sizes, dim=1)])
 
     def _key_heads(self, rows: int) -> int:
-        """Return the number of key heads in `rows` rows of the weight `query_key_value`."""
+        """Return the number of key heads in `rows` rows of the weight of query, key and value."""
         width = (self.group + 2) * self.head_size
         if not width or rows % width:
             raise CheckpointError(
@@ -104,10 +111,8 @@ class Shape:
 
 
 def published_name(name: str) -> str:
-    """Convert a tensor's name in gpt-neox since 2024 to its name in the published KERPLE code.
-
-    If `name` is already a name of the published code, it is returned unchanged.
-    """
+    """Convert a tensor's name in gpt-neox since 2024 to its name in the published KERPLE code."""
+    # A name of the published code is returned unchanged.
     for old, new in _SINCE_2024.items():
         name = name.replace(new, old)
     return name

@@ -16,15 +16,13 @@ after the checkpoint from which it resumes, so that each step occurs once. A run
 On a terminal, a progress line below the other lines is rewritten after each step.
 """
 
-from __future__ import annotations
-
 import errno
 import os
 import stat
 import sys
 import time
 from collections.abc import Callable, Mapping
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -41,27 +39,29 @@ FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 NO_SINKS = LoggingConfig()
 
 
-class RunLog:
+class RunLog(AbstractContextManager):
     """The log of one run. Its methods do nothing on ranks other than the main rank.
 
     Args:
-        run_dir: The folder for `log.txt`, `metrics.jsonl` and wandb's files, created if it does
-            not exist. If None, `log.txt` and `metrics.jsonl` are not written, and
-            wandb's files are in wandb's default folder.
-        settings: The config section that turns wandb and TensorBoard on. TensorBoard's event files
-            are in a subfolder of `tensorboard_dir` with the name of `run_dir`.
+        run_dir: The folder for `log.txt`, `metrics.jsonl` and wandb's files, created if it does not
+            exist. None writes no log files.
+        settings: The config section that turns wandb and TensorBoard on.
         is_main: Whether this process is the main rank.
         config: The resolved flat configuration, which TensorBoard and wandb show with the run.
         append: Whether to continue an existing `metrics.jsonl` and its wandb run.
         last_step: The step from which a run with `append` resumes. Rows of later steps are removed
-            from `metrics.jsonl`. None removes no rows, because another job may be writing the file.
+            from `metrics.jsonl`. None removes no rows.
         confirm: A function to call before each line of metrics is written. It raises an exception
             if another job has taken `run_dir` over.
 
     Raises:
-        RunLogError: Weights & Biases could not be started, the package tensorboard is missing, or
-            the folder for TensorBoard's event files cannot be written.
+        RunLogError: Weights & Biases could not be started, or TensorBoard is missing or cannot
+            write its files.
     """
+
+    # Without `run_dir`, wandb's files are in wandb's default folder. TensorBoard's event files are
+    # in a subfolder of `tensorboard_dir` with the name of `run_dir`. With `last_step` None, another
+    # job may be writing `metrics.jsonl`.
 
     def __init__(
         self,
@@ -109,9 +109,9 @@ class RunLog:
     def line(self, text: str) -> None:
         """Print one line on stdout and append it to `log.txt`.
 
-        If stdout is a file on a full disk, the line is lost. The same holds for `log.txt`. If
-        stdout is `log.txt` itself, as in a cell of a sweep, the line is there once.
+        A full disk raises no error, and the line is then missing in the file.
         """
+        # If stdout is itself redirected to `log.txt`, as in a sweep, the line is written only once.
         if not self.is_main:
             return
         timed, file = f"{now()} {text}", _file_of(sys.stdout)
@@ -162,15 +162,13 @@ class RunLog:
             self.line(text)
 
     def pictures(self, step: int, folder: Path, pattern: str = "*.png") -> None:
-        """Show the PNG files in `folder`, drawn after `step`, in TensorBoard and wandb."""
+        """Show the PNG files in `folder` in TensorBoard and wandb, as pictures of step `step`."""
         for path in sorted(folder.glob(pattern)) if self._sinks else ():
             self._send("picture", step, path)
 
     def _send(self, method: str, *arguments: Any) -> None:
-        """Call a method of every sink (TensorBoard, wandb).
-
-        A sink that cannot write its files is not used any more.
-        """
+        """Call a method of TensorBoard and wandb, if they are in use."""
+        # A sink that cannot write its files is not used any more.
         for sink in list(self._sinks):
             try:
                 getattr(sink, method)(*arguments)
@@ -179,12 +177,10 @@ class RunLog:
                 self.line(f"{sink.about}: not written any more, training goes on: {error}")
 
     def _restart_tensorboard(self, step: int | None) -> None:
-        """Make TensorBoard show what `metrics.jsonl` contains when a run continues from `step`.
-
-        First, the earlier events of `step` and of all later steps are hidden in TensorBoard. Then
-        the rows of `step` in `metrics.jsonl` are sent to TensorBoard again. If `step` is None, no
-        events are hidden and no rows are sent.
-        """
+        """Make TensorBoard show the rows of `metrics.jsonl` when a run continues from `step`."""
+        # First, the earlier events of `step` and of all later steps are hidden in TensorBoard. Then
+        # the rows of `step` in `metrics.jsonl` are sent to TensorBoard again. If `step` is None, no
+        # events are hidden and no rows are sent.
         boards = [sink for sink in self._sinks if isinstance(sink, TensorBoard)]
         if not boards:
             return
@@ -197,9 +193,9 @@ class RunLog:
         """Remove the rows of steps after `step`, because the run continues from `step`.
 
         Args:
-            validates_again: Whether to remove the row with the validation loss of `step`, too. The
-                run is then about to compute this loss again.
+            validates_again: Whether to remove the row with the validation loss of `step`, too.
         """
+        # With `validates_again`, the run is about to compute this loss again.
         if self._path is not None:
             again = step if validates_again else None
             self._unwritten = [row for row in self._unwritten if is_kept(row, step, again)]
@@ -222,10 +218,9 @@ class RunLog:
             self._bar = None
 
     def _append(self, path: Path, row: str = "") -> bool:
-        """Append `row` to the file `path`, or flush the file to disk if `row` is "".
-
-        Return whether the write succeeded. If not, the next call writes the same rows first.
-        """
+        """Append `row` to a file, and return whether the write succeeded."""
+        # With the row "", the file is flushed to disk. If a write failed, the next call first
+        # writes its rows.
         rows = [*self._unwritten, row] if row else self._unwritten
         try:
             if rows and self._confirm is not None:
@@ -245,15 +240,12 @@ class RunLog:
         self._unwritten = []
         return True
 
-    def __enter__(self) -> RunLog:
-        return self
-
     def __exit__(self, kind: type | None, *_: object) -> None:
         self.close(failed=kind is not None)
 
 
 def _file_of(stream: Any) -> os.stat_result | None:
-    """Return the status of the regular file that `stream` writes to, or None for no such file."""
+    """Return the status of the regular file that `stream` writes to, or None."""
     try:
         found = os.fstat(stream.fileno())
     except (AttributeError, OSError, ValueError):  # no stdout, or one without a descriptor

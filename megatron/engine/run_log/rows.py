@@ -3,8 +3,6 @@
 Metrics are numbers and nested lists of numbers.
 """
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Callable, Iterator, Mapping
@@ -28,7 +26,7 @@ def plain(metric: Metric) -> Any:
 def flat(name: str, metric: Metric) -> Iterator[tuple[str, Any]]:
     """Yield (name, number) for each number in `metric`.
 
-    For a number in a list, its index is appended to the name, as in `theta/bias_p/3`.
+    The name of a number in a list ends with its index, as in `theta/bias_p/3`.
     """
     if not isinstance(metric, list):
         yield name, metric
@@ -47,7 +45,8 @@ def json_line(row: Mapping[str, Metric]) -> str:
 
 
 def described(metrics: Mapping[str, float]) -> str:
-    """Return a text such as `loss 1.5000, ppl 4.482; loss_at_256 1.4900, ppl 4.437`."""
+    """Return the losses and perplexities as text."""
+    # For example, `loss 1.5000, ppl 4.482; loss_at_256 1.4900, ppl 4.437`.
     shown = []
     for path, value in metrics.items():
         name = path.rpartition("/")[2]
@@ -57,10 +56,8 @@ def described(metrics: Mapping[str, float]) -> str:
 
 
 def perplexities(metrics: Mapping[str, float]) -> dict[str, float]:
-    """Return a dict with a perplexity for each loss in `metrics`.
-
-    For example, `validation/perplexity_at_64` is the perplexity for `validation/loss_at_64`.
-    """
+    """Return a dict with the perplexity for each loss in `metrics`."""
+    # For example, `validation/perplexity_at_64` is the perplexity for `validation/loss_at_64`.
     losses = {name: value for name, value in metrics.items() if "/loss" in name}
     return {name.replace("/loss", "/perplexity"): perplexity(x) for name, x in losses.items()}
 
@@ -70,12 +67,16 @@ def _mapped(change: Callable[[Any], Any], metric: Metric) -> Any:
 
 
 def keep_complete_rows(path: Path, last_step: int, validated_again: int | None = None) -> None:
-    """Remove the rows of the file `path` that are incomplete or that a resumed run writes again.
+    """Remove the rows of a log file that are incomplete or that a resumed run writes again.
 
-    A resumed run writes three kinds of rows again: rows of steps after `last_step`, rows with final
-    results, and the row with the validation loss of step `validated_again`. The file is replaced
-    atomically.
+    Args:
+        path: The file of metrics.
+        last_step: The step from which the run resumes.
+        validated_again: The step whose validation the resumed run repeats, or None.
     """
+    # A resumed run writes three kinds of rows again: rows of steps after `last_step`, rows with
+    # final results, and the row with the validation loss of step `validated_again`. The file is
+    # replaced atomically.
     if not path.exists():
         return
     text = read_small(path, MOST_BYTES).decode("utf-8", "replace")
@@ -87,7 +88,7 @@ def keep_complete_rows(path: Path, last_step: int, validated_again: int | None =
 
 
 def is_kept(text: str, last_step: int, validated_again: int | None) -> bool:
-    """Return whether a line of `metrics.jsonl` stays when the run resumes after `last_step`."""
+    """Return whether a line of metrics stays when the run resumes after `last_step`."""
     row = metrics_row(text) if text.endswith("\n") else None
     if row is None or any(name.startswith("final/") for name in row):  # measured again at the end
         return False

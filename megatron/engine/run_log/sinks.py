@@ -13,10 +13,7 @@ the new file has a `purge_step`: TensorBoard hides the events of this and later 
 files. So each step occurs once.
 """
 
-from __future__ import annotations
-
 import os
-import tempfile
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -24,7 +21,7 @@ from typing import Any
 from megatron.config.sections.data import LoggingConfig
 from megatron.engine.errors import RunLogError
 from megatron.engine.run_log.rows import flat
-from megatron.files import read_start, write_text
+from megatron.files import existing, read_start, why_unwritable, write_text
 from megatron.run_folder import TIMES, RunFolder
 
 Row = Mapping[str, Any]
@@ -32,7 +29,7 @@ Row = Mapping[str, Any]
 
 
 class TensorBoard:
-    """Event files for TensorBoard in one folder. Call `restart` before any other method.
+    """TensorBoard's event files in one folder. Call `restart` before any other method.
 
     Args:
         folder: The folder of the run's event files, created if it does not exist.
@@ -50,15 +47,9 @@ class TensorBoard:
                 f"tensorboard_dir: {folder} needs the package tensorboard ({error}); install it "
                 "with `pip install tensorboard==2.21.0`, or leave the key out"
             ) from error
-        try:  # now, before the run changes its other files
-            folder.mkdir(parents=True, exist_ok=True)
-            with tempfile.TemporaryFile(dir=folder):
-                pass
-        except OSError as error:
-            raise RunLogError(
-                f"tensorboard_dir: {folder} cannot be written ({error.strerror}); write another "
-                "folder, or leave the key out"
-            ) from error
+        if why := why_unwritable(existing(folder)):  # now, before the run changes its other files
+            text = "write another folder, or leave the key out"
+            raise RunLogError(f"tensorboard_dir: {folder} {why}; {text}")
         self._create, self._settings = SummaryWriter, settings
         self._folder = folder
         self._writer: Any = None
@@ -105,15 +96,17 @@ class Wandb:
     """A run of Weights & Biases.
 
     Args:
-        folder: The folder for wandb's files and `wandb_id`; None is wandb's default folder.
-        settings: The config section with `wandb_project`, `wandb_team` and so on. For a key without
-            a value, wandb's default is used.
+        folder: The folder for wandb's files; None is wandb's default folder.
+        settings: The config section with `wandb_project`, `wandb_team` and so on.
         config: The resolved flat configuration, which wandb shows with the run.
         append: Whether to continue the online run that `folder` records.
 
     Raises:
         RunLogError: Weights & Biases could not be started.
     """
+
+    # For a key without a value, wandb's default is used. The file `wandb_id` in `folder` records
+    # the run.
 
     def __init__(self, folder: Path | None, settings: LoggingConfig, config: Row, append: bool):
         import wandb

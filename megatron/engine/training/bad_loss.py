@@ -14,8 +14,6 @@ rank, in every ZeRO stage, that the gradient is not finite, and skips the update
 fp16 overflow.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -41,13 +39,15 @@ MOST_SKIPPED = 10
 class LossGuard(Hook):
     """Checks the loss and the gradient of each step, and can skip the update of a bad step.
 
-    A step is bad if its loss or gradient is not finite, or if its loss is too far above the average
-    loss of the good steps. Checkpoints record this average.
+    A step is bad if its loss or gradient is not finite. It is also bad if its loss is far above the
+    average of the good steps.
 
     Args:
-        training: The config section with `on_bad_loss` and `loss_spike_threshold`. Updates are only
+        training: The config section with `on_bad_loss` and `loss_spike_threshold`. Bad steps are
             skipped if `on_bad_loss` is `skip`.
     """
+
+    # Checkpoints record the average loss.
 
     def __init__(
         self,
@@ -69,7 +69,7 @@ class LossGuard(Hook):
             engine.optimizer.check_grad_overflow = True  # pyright: ignore[reportAttributeAccessIssue, reportOptionalMemberAccess]
 
     def changed_loss(self, loss: torch.Tensor, mean: torch.Tensor) -> torch.Tensor:
-        """Return NaN instead of `loss` if the step is bad and its update is to be skipped.
+        """Return NaN if the update of the step must be skipped, otherwise `loss`.
 
         Args:
             loss: The loss of the step's last micro-batch.
@@ -110,12 +110,14 @@ class LossGuard(Hook):
         Every rank must call this method.
 
         Args:
-            loss: This rank's mean loss of the step, before `changed_loss` changed it.
+            loss: This rank's mean loss of the step.
             norm: The norm of the step's gradient, the same on every rank; None if unknown.
 
         Raises:
-            DivergedError: The run skips bad steps, and `MOST_SKIPPED` steps in a row were bad.
+            DivergedError: The run skips bad steps, and too many steps in a row were bad.
         """
+        # `loss` is the value before `changed_loss` changed it. At most `MOST_SKIPPED` steps in a
+        # row may be bad.
         finite = norm is None or self._scale_falls or math.isfinite(float(norm))
         if finite and not self._acts:
             return ""
@@ -133,7 +135,8 @@ class LossGuard(Hook):
         return problem
 
     def state(self) -> dict[str, Any]:
-        """Return {"average_loss": value} for the checkpoint, or {} if there is no average yet."""
+        """Return the average loss for the checkpoint, as {"average_loss": value}."""
+        # The result is {} if there is no average yet.
         return {} if self._average is None else {"average_loss": self._average}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
@@ -157,7 +160,7 @@ class LossGuard(Hook):
 def explained_overflow(engine: deepspeed.DeepSpeedEngine, step: int) -> Iterator[None]:
     """Raise an error if fp16 gradients overflow although the loss scale is at its minimum.
 
-    The `with` block takes one training step.
+    The `with` block must contain one training step.
 
     Args:
         step: The number of the step, for the error message.

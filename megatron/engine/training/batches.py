@@ -1,7 +1,5 @@
 """Bring micro-batches to the device, as inputs and targets, and count the targets of a step."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -17,24 +15,35 @@ class Counting:
     """The rules that say which targets count in the loss, and how their losses are averaged.
 
     Attributes:
-        uncounted_after: The id of a token. Targets directly after this token are replaced by
-            `UNCOUNTED`, so that they do not count in the loss. None counts all targets.
+        uncounted_after: The id of a token. Targets directly after this token do not count in the
+            loss. None counts all targets.
         per_token: Whether all targets that count in a step have the same weight. If false, all
             micro-batches have the same weight, as in GPT-NeoX.
     """
+
+    # A target that does not count is replaced by `UNCOUNTED`.
 
     uncounted_after: int | None = None
     per_token: bool = False
 
     def pair(self, tokens_BS: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the inputs and the targets of sequences, both [B, S - 1]."""
+        """Return (inputs, targets) of sequences.
+
+        Args:
+            tokens_BS: B sequences with S tokens each, [B, S].
+
+        Returns:
+            Two tensors [B, S - 1].
+        """
         inputs, targets = inputs_and_targets(tokens_BS)
         if self.uncounted_after is not None:
             targets = targets.masked_fill(inputs == self.uncounted_after, UNCOUNTED)
         return inputs, targets
 
     def divisor(self, arrays: Sequence[np.ndarray], groups: Groups) -> torch.Tensor:
-        """Return the number of targets that count, averaged over the micro-batches of all ranks.
+        """Return the number of targets that count in the loss, per micro-batch.
+
+        The result is the average over the micro-batches of all ranks.
 
         Args:
             arrays: This rank's micro-batches of one step.
@@ -55,12 +64,12 @@ def next_batches(
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]]:
     """Yield (inputs [B, T], targets [B, T], divisor) of each of the next `count` micro-batches.
 
-    The divisor is the number by which `mean_loss` divides the sum of the losses. It is None if
-    `counting.per_token` is false.
-
     Args:
         batches: This rank's micro-batches of B sequences with T targets each, int64 [B, T + 1].
+        counting: The rules for averaging the losses.
     """
+    # The divisor is the number by which `mean_loss` divides the sum of the losses. It is None if
+    # `counting.per_token` is false.
     arrays: Iterable[np.ndarray] = (next(batches) for _ in range(count))
     divisor = None
     if counting.per_token:
@@ -70,11 +79,21 @@ def next_batches(
         yield *counting.pair(on_device(array, groups.device)), divisor
 
 
-def on_device(array: np.ndarray, device: torch.device) -> torch.Tensor:
-    """Return the array as a tensor on `device`. On a CPU, the array and the tensor share memory.
+def cut(batches: Iterator[np.ndarray], length: int) -> Iterator[np.ndarray]:
+    """Yield each micro-batch [B, S], cut into sequences of L inputs: [B (S - 1) / L, L + 1].
 
-    A copy to a GPU is queued, and this function does not wait for the end of the copy.
+    L is `length`. All targets stay: a sequence begins with the last target of the one before.
     """
+    for tokens_BS in batches:
+        if tokens_BS.shape[1] > length + 1:
+            windows = np.lib.stride_tricks.sliding_window_view(tokens_BS, length + 1, axis=1)
+            tokens_BS = windows[:, ::length].reshape(-1, length + 1)
+        yield tokens_BS
+
+
+def on_device(array: np.ndarray, device: torch.device) -> torch.Tensor:
+    """Return the array as a tensor on `device`. On a CPU, the array and the tensor share memory."""
+    # A copy to a GPU is queued, and this function does not wait for the end of the copy.
     tensor = torch.from_numpy(array)
     if device.type == "cuda":
         tensor = tensor.pin_memory()  # a copy from other memory might wait for all queued work

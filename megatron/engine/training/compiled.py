@@ -5,11 +5,6 @@ backward pass, and repeats this work with one launch. The graph writes its resul
 into its own memory, and each launch overwrites the results of the launch before.
 """
 
-from __future__ import annotations
-
-from itertools import takewhile
-from typing import Any
-
 import torch
 from torch import nn
 
@@ -41,8 +36,11 @@ class Compilations:
     def __init__(self, asked: bool):
         self._asked = asked
         self._first: int | None = None
-        self._seen = 0
-        self._newest: Any = None
+
+    def after_step(self) -> None:
+        """Note how many graphs the first step made. Call this method after each step."""
+        if self._asked and self._first is None:
+            self._first = self.metrics()["compile/graphs"]
 
     def metrics(self) -> dict[str, int]:
         """Return the numbers of all graphs, of graphs made after the first step, and of skips.
@@ -60,26 +58,3 @@ class Compilations:
             "compile/recompiles": 0 if self._first is None else graphs - self._first,
             "compile/cudagraph_skips": counters["inductor"]["cudagraph_skips"],
         }
-
-    def news(self) -> str:
-        """Return why another graph was made since the last call, or "" if no graph was made.
-
-        Call this method after each step. The graphs of the first step are not reported.
-        """
-        if not self._asked:
-            return ""
-        from torch._dynamo.utils import get_compilation_metrics
-
-        seen, self._seen = self._seen, self.metrics()["compile/graphs"]
-        if self._first is None:
-            self._first = self._seen
-        if self._seen == seen:
-            return ""
-        last, kept = self._newest, get_compilation_metrics()
-        self._newest = kept[-1] if kept else None
-        if self._seen == self._first:
-            return ""
-        since = takewhile(lambda each: each is not last, reversed(kept))
-        reasons = (each.recompile_reason for each in since)
-        reason = next((text for text in reasons if text), "code that had not run before")
-        return f"torch.compile made {self._seen} graphs by now: {reason.strip().splitlines()[0]}"

@@ -1,8 +1,7 @@
 """Build the DeepSpeed engine of a training job from its config."""
 
-from __future__ import annotations
-
 from typing import Any
+from unittest import mock
 
 import deepspeed
 import torch
@@ -13,11 +12,7 @@ from torch import nn
 from megatron.config import Config
 from megatron.engine.model_shape import numerics_of
 from megatron.engine.training.compiled import compile_model
-from megatron.engine.training.optimizer import (
-    build_optimizer,
-    optimizer_kind,
-    parameter_groups,
-)
+from megatron.engine.training.optimizer import build_optimizer, optimizer_kind, parameter_groups
 from megatron.engine.training.schedule import AnnealingLR, schedule_of
 from megatron.numerics import WIDE, Numerics
 from megatron.parallel.groups import Groups
@@ -45,7 +40,7 @@ def job_engine(
 
 
 def optimizer_of(config: Config) -> tuple[str, str]:
-    """Return the kind of optimizer that the config selects, and a remark (see `optimizer_kind`)."""
+    """Return the kind of optimizer that the config selects, and a remark for the log."""
     c = config
     return optimizer_kind(c.optimizer.type, c.training.precision, c.parallel.zero_stage)
 
@@ -53,7 +48,7 @@ def optimizer_of(config: Config) -> tuple[str, str]:
 def layout_of(config: Config, groups: Groups) -> dict[str, Any]:
     """Return the settings that determine the format of a checkpoint's files, as JSON values.
 
-    Only a run with the same settings can load a checkpoint's files without converting them.
+    A run with the same settings can load the files without converting them.
     """
     parallel, frozen = config.parallel, config.optimizer.theta_frozen
     size = parallel.zero.get("sub_group_size", 10**9)
@@ -118,10 +113,11 @@ def build_engine(
     """Wrap model, optimizer and learning-rate scheduler in a DeepSpeed engine.
 
     Args:
-        config: DeepSpeed's configuration, from `engine_config`.
-        numerics: `counts_empty_step` says whether Adam's bias correction counts an extra first
-            step, in which all gradients are zero. It matters only in 16-bit training without ZeRO.
+        config: DeepSpeed's configuration.
+        numerics: The rules for rounding, and for Adam's bias correction.
     """
+    # `numerics.counts_empty_step` says whether Adam's bias correction counts an extra first step,
+    # in which all gradients are zero. It matters only in 16-bit training without ZeRO.
     # To allocate the optimizer's state, DeepSpeed takes a step with zero gradients. The learning
     # rate is zero in that step, so that no weight changes.
     for group in optimizer.param_groups:
@@ -134,6 +130,10 @@ def build_engine(
     needs_mpu = groups.model.size > 1 and groups.pipe_size == 1  # a pipeline has its own `mpu`
     mpu = Mpu(groups) if needs_mpu else None
     deepspeed.utils.groups.mpu = mpu  # otherwise DeepSpeed would keep the previous engine's `mpu`
+    # DeepSpeed looks whether the optimizer is its own Muon, which has functions that are compiled.
+    # This project has another Muon, so it spares the second that the import of the compiler takes.
+    with mock.patch("deepspeed.runtime.compiler.compile", lambda: lambda function: function):
+        from deepspeed.runtime.zero.muon import original_muon  # noqa: F401
     engine, *_ = deepspeed.initialize(
         model=model,
         optimizer=optimizer,
@@ -149,11 +149,13 @@ def build_engine(
 
 
 class Mpu:
-    """The "model parallel unit" (mpu) of a DeepSpeed engine: ranks and groups, taken from `Groups`.
+    """The "model parallel unit" of a DeepSpeed engine, which answers with ranks and groups.
 
-    DeepSpeed defines the method names. "Model parallel" and "tensor model parallel" both mean
-    tensor parallel here. "Data parallel" means the group `replicas` of `Groups`.
+    DeepSpeed defines the method names. "Model parallel" means tensor parallel here.
     """
+
+    # "Tensor model parallel" means tensor parallel, too. "Data parallel" means the group `replicas`
+    # of `Groups`.
 
     def __init__(self, groups: Groups):
         self.groups = groups

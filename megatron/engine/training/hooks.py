@@ -9,9 +9,8 @@ it calls them in the reverse order. Each hook saves and restores its own state. 
 the states of all hooks in one dict.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,13 +29,12 @@ class Step:
         norm: The L2 norm of the gradient before clipping; None if it is not known.
         consumed_samples: The number of samples that the run has read, this step included.
         batch_size: The number of samples in a step, of all ranks.
-        last: Whether this is the step `train_iters`.
+        last: Whether this is the last step of the run.
         leaves: Whether the job ends early, after this step. A hook may set this.
         logs: Whether a log line is written after this step.
         validates: Whether a validation follows this step.
         saves: Whether a checkpoint is written after this step.
-        good: Whether the step's loss counts in averages. `LossGuard` sets this to false if it skips
-            the step's update.
+        good: Whether the step's loss counts in averages. It is false if the update was skipped.
     """
 
     number: int
@@ -58,12 +56,12 @@ class Step:
         return self.saves or self.validates
 
     def samples(self, steps: int = 1) -> str:
-        """Return a text that names the samples of the last `steps` steps, this one included."""
+        """Return a text that names the samples of the last `steps` steps, up to this one."""
         last = self.consumed_samples - 1
         return f"samples {last + 1 - steps * self.batch_size} to {last} of the split train"
 
 
-class Hook:
+class Hook(AbstractContextManager):
     """The base class of hooks. Its methods do nothing, so a hook defines only those that it needs.
 
     Every rank has the same hooks, so a hook may call collectives.
@@ -78,12 +76,11 @@ class Hook:
     def changed_loss(self, loss: torch.Tensor, mean: torch.Tensor) -> torch.Tensor:
         """Return the loss that replaces `loss` in the backward pass.
 
-        The loop calls this method before the backward pass of the step's last micro-batch.
-
         Args:
-            loss: The loss of the last micro-batch.
+            loss: The loss of the step's last micro-batch.
             mean: This rank's mean loss over all micro-batches of the step.
         """
+        # The loop calls this method before the backward pass of the step's last micro-batch.
         return loss
 
     def after_step(self, step: Step) -> None:
@@ -97,10 +94,11 @@ class Hook:
         return {}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Restore this hook from `state`, the state of all hooks. `state` is empty in a new run."""
+        """Restore this hook from a checkpoint.
 
-    def __enter__(self) -> Hook:
-        return self
+        Args:
+            state: The state of all hooks; empty in a new run.
+        """
 
     def __exit__(self, *error: object) -> None:
         pass

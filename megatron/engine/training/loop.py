@@ -6,8 +6,6 @@ bounds. Everything else is a hook: guards, logs, validation, checkpoints. Checkp
 state of all hooks, so a resumed run takes the same steps as an uninterrupted run.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import InitVar, dataclass
@@ -24,7 +22,7 @@ from megatron.config import Config
 from megatron.data.samples.loader import TrainLoader
 from megatron.engine.run_log.log import RunLog
 from megatron.engine.training.bad_loss import explained_overflow
-from megatron.engine.training.batches import ALL_TARGETS, Counting, next_batches
+from megatron.engine.training.batches import ALL_TARGETS, Counting, cut, next_batches
 from megatron.engine.training.hooks import Hook, Step
 from megatron.engine.training.optimizer import gradient_norm, mark_sharded_gradients
 from megatron.engine.training.trained_theta import TrainedTheta
@@ -40,16 +38,19 @@ def train_step(
     hooks: Sequence[Hook] = (),
     counting: Counting = ALL_TARGETS,
 ) -> tuple[torch.Tensor, float | torch.Tensor | None]:
-    """Take one optimizer step, on the next `accumulation` micro-batches.
+    """Take one optimizer step.
 
     Args:
-        hooks: The hooks that may change the loss of the last micro-batch. A pipeline ignores them.
-        counting: The targets that count in the loss.
+        batches: This rank's micro-batches.
+        accumulation: The number of micro-batches in the step.
+        hooks: The hooks that may change the loss of the last micro-batch.
+        counting: The rules for averaging the losses.
 
     Returns:
-        This rank's loss (a 0-d tensor), and the L2 norm of the gradient before clipping. The loss
-        of the step is the mean of this loss over the data-parallel ranks.
+        This rank's loss (a 0-d tensor), and the L2 norm of the gradient before clipping.
     """
+    # The loss of the step is the mean of this rank's loss over the data-parallel ranks. A pipeline
+    # ignores the hooks.
     micro_batches = next_batches(batches, accumulation, groups, counting)
     if isinstance(engine, PipelineEngine):
         # A pipeline's last stage gets the divisor beside the targets.
@@ -88,7 +89,7 @@ class TrainingLoop:
         hooks: The hooks, in the order in which they are called after a step.
         state: The state of the hooks, from the checkpoint that the run resumes from. Empty in a new
             run.
-        counting: The targets that count in the loss.
+        counting: The rules that say which targets count in the loss.
     """
 
     config: Config
@@ -101,26 +102,28 @@ class TrainingLoop:
     counting: Counting = ALL_TARGETS
 
     def __post_init__(self, state: Mapping[str, Any]) -> None:
+        self._length = 0
         for hook in self.hooks:
             hook.load_state(state)
 
     def run(self, batches: TrainLoader, first_step: int) -> None:
-        """Take the steps after `first_step`, up to step `train_iters`.
+        """Take the steps after `first_step`, up to the config's last step.
 
-        The loop ends earlier after a step that is a multiple of `exit_interval`, or when a signal
-        or the time limit ends the job (see `preemption`).
+        A signal or a limit of time or steps may end the loop earlier.
 
         Args:
             batches: This rank's micro-batches of B sequences with T targets, int64 [B, T + 1].
             first_step: The number of steps that were taken before.
 
         Raises:
-            BadLossError: The loss, the gradient or a weight is not finite, or the loss is a spike,
-                and the run does not skip such steps. No checkpoint is written then.
+            BadLossError: A step was bad, and the run does not skip such steps. A step is bad if its
+                loss, its gradient or a weight is not finite, or if its loss is a spike. No
+                checkpoint is written then.
             DivergedError: Too many steps in a row were skipped.
-            Leave: The run resumed with a validation that was still due, and the job must end during
-                this validation.
+            Leave: The job must end during a validation that an earlier job left to this one.
         """
+        # The last step is `train_iters`, or a step that is a multiple of `exit_interval`, or the
+        # step after which `preemption` ends the job.
         training = self.config.training
         self.engine.train()
         with ExitStack() as stack:
@@ -144,10 +147,18 @@ class TrainingLoop:
     def _take_step(self, number: int, batches: TrainLoader) -> Step:
         c, checkpoint, training = self.config, self.config.checkpoint, self.config.training
         lr = self.engine.get_lr()[0]
-        accumulation = c.batch.gradient_accumulation_steps
+        accumulation, length = c.batch.gradient_accumulation_steps, c.length_of(number)
+        if length != self._length and isinstance(self.engine, PipelineEngine):
+            self.engine.reset_activation_shape()  # the stages tell each other the new shape
+        self._length = length
         with explained_overflow(self.engine, number):
             loss, norm = train_step(
-                self.engine, batches, accumulation, self.groups, self.hooks, self.counting
+                self.engine,
+                cut(batches, length),
+                accumulation,
+                self.groups,
+                self.hooks,
+                self.counting,
             )
         self.theta.project()
         self.log.progress(number, training.train_iters)

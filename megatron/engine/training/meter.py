@@ -3,8 +3,6 @@
 A resumed run continues its meter, so the average may contain steps of an earlier process.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 
@@ -18,6 +16,7 @@ class Meter:
 
     Attributes:
         steps: The number of steps whose losses are in the sum. Skipped steps do not count.
+        timed: The number of steps of this process whose times are in the sum.
     """
 
     def __init__(self, groups: Groups, state: Mapping[str, Any] | None = None):
@@ -32,7 +31,7 @@ class Meter:
             self._total += own
 
     def reset(self) -> None:
-        self.steps = self._timed = 0
+        self.steps = self.timed = 0
         self._seconds = 0.0
         self._total = torch.zeros((), dtype=torch.float64, device=self.groups.device)
 
@@ -44,11 +43,11 @@ class Meter:
     def time(self, seconds: float) -> None:
         """Count the time of one more step. A step whose update is skipped takes time, too."""
         self._seconds += seconds
-        self._timed += 1
+        self.timed += 1
 
     @property
     def seconds_per_step(self) -> float:
-        return self._seconds / max(1, self._timed)
+        return self._seconds / max(1, self.timed)
 
     def mean(self) -> float:
         """Return the mean loss over the counted steps and all data-parallel ranks.
@@ -61,9 +60,10 @@ class Meter:
     def state(self) -> dict[str, Any]:
         """Return the number of counted steps, and each data-parallel rank's sum of losses.
 
-        From these JSON values, a resumed run computes the same mean as an uninterrupted run, bit
-        for bit. Every rank must call this method.
+        Every rank must call this method.
         """
+        # From these JSON values, a resumed run computes the same mean as an uninterrupted run, bit
+        # for bit.
         if not self.steps:
             return {}
         mine = (self.groups.data_rank, self._total.item())

@@ -20,8 +20,6 @@ begin or end within a matrix. Each rank keeps the momentum of its slice. Before 
 gather the slices, and each rank computes the update of every matrix that its slice touches.
 """
 
-from __future__ import annotations
-
 import math
 from typing import Any
 
@@ -42,9 +40,14 @@ _ITERATIONS = 5
 def orthogonal(matrix: Tensor) -> Tensor:
     """Return roughly U V^T for a matrix with the singular value decomposition U S V^T.
 
-    The singular values of the result lie between 0.5 and 1.5. The result is computed in the dtype
-    of the matrix by five Newton-Schulz iterations X <- a X + b (X X^T) X + c (X X^T)^2 X, with the
-    constants a, b and c of Jordan et al. (kellerjordan.github.io/posts/muon).
+    The singular values of the result lie between 0.5 and 1.5. The result has the dtype of the
+    matrix. It is computed by five Newton-Schulz iterations
+
+        X <- a X + b (X X^T) X + c (X X^T)^2 X,
+
+    which start from X = matrix / (norm of the matrix).
+
+    The constants a, b and c are those of Jordan et al. (kellerjordan.github.io/posts/muon).
     """
     if matrix.shape[0] > matrix.shape[1]:
         return orthogonal(matrix.T).T
@@ -60,16 +63,18 @@ class MuonWithAdamW(torch.optim.Optimizer):
     """An optimizer that uses Muon for parameter groups with `muon` true, and AdamW for the others.
 
     Args:
-        groups: The result of `parameter_groups`.
+        groups: The parameter groups. Each has an entry `muon`, true or false.
         lr: The learning rate of Muon and of AdamW.
         betas: AdamW's betas.
         eps: AdamW's epsilon.
         momentum: Muon's momentum.
-        split_fused: Whether matrices that share one parameter are made orthogonal one by one, such
-            as the matrices of queries, keys and values.
-        ranks: The process groups of the job. Under ZeRO-1, each rank of `ranks.replicas` updates a
-            slice of the matrices.
+        split_fused: Whether fused matrices, such as queries, keys and values, are made orthogonal
+            one by one.
+        ranks: The process groups of the job.
     """
+
+    # `groups` is the result of `parameter_groups`. Under ZeRO-1, each rank of `ranks.replicas`
+    # updates a slice of the matrices.
 
     def __init__(
         self,
@@ -111,9 +116,10 @@ class MuonWithAdamW(torch.optim.Optimizer):
     def _step_muon(
         self, parameter: Tensor, gradient: Tensor, group: dict[str, Any], index: int
     ) -> None:
-        """Update `parameter`: a matrix or, under ZeRO, a flat slice of the group's matrices.
+        """Update a matrix or, under ZeRO, a flat slice of the group's matrices.
 
-        `index` is the number of the matrix in the group. It is not used for a slice.
+        Args:
+            index: The number of the matrix in the group. A slice does not need it.
         """
         state = self.state[parameter]
         if "momentum_buffer" not in state:
@@ -150,10 +156,12 @@ class MuonWithAdamW(torch.optim.Optimizer):
 def _change(update: Tensor, rows: tuple[int, ...]) -> Tensor:
     """Make each matrix in `update` orthogonal, in place; return `update`.
 
-    `update` consists of periods of `sum(rows)` rows. In each period, `rows[m]` rows belong to
-    matrix m. Each orthogonal matrix is multiplied by sqrt(longer side of the matrix / longer side
-    of `update`).
+    Args:
+        update: Matrices stacked along the first dimension.
+        rows: The number of rows of each matrix.
     """
+    # `update` may repeat the stack. Each orthogonal matrix is multiplied by sqrt(longer side of the
+    # matrix / longer side of `update`).
     for part in update.unflatten(0, (-1, sum(rows))).split(rows, dim=1):
         matrix = part.flatten(0, 1)
         # so that the caller can multiply the whole `update` by `_scale`
@@ -163,6 +171,6 @@ def _change(update: Tensor, rows: tuple[int, ...]) -> Tensor:
 
 
 def _scale(shape: torch.Size, lr: float) -> float:
-    """Return -0.2 lr sqrt(max(shape)), by which Muon multiplies the orthogonal matrix."""
+    """Return -0.2 lr sqrt(max(shape)), the scale of an update by Muon."""
     # With this factor, the update has the size of an AdamW update.
     return -0.2 * lr * math.sqrt(max(shape))

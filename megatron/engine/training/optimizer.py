@@ -5,8 +5,6 @@ positional embedding, has weight decay only if `weight_decay_positional` is set.
 KERPLE code, theta always has weight decay.) If all of theta is frozen, it has no weight decay.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -29,12 +27,11 @@ APEX_ADAM = ("apex.optimizers", "FusedAdam", "amp_C")
 def optimizer_kind(name: str, precision: str, zero_stage: int) -> tuple[str, str]:
     """Return (kind of optimizer to build, remark for the log).
 
-    For `fusedadam`, the kind is apex's FusedAdam if it can be used, otherwise torch's fused Adam,
-    and the remark says which one. For other names, the kind is `name` and the remark is "".
-
     Args:
         name: The config's `optimizer.type`.
     """
+    # For `fusedadam`, the kind is apex's FusedAdam if it can be used, otherwise torch's fused Adam.
+    # The remark names this choice. For other names, the kind is `name` and the remark is "".
     if name != "fusedadam":
         return name, ""
     found, why = nvidia_apex.find(*APEX_ADAM)
@@ -48,15 +45,14 @@ def optimizer_kind(name: str, precision: str, zero_stage: int) -> tuple[str, str
 def parameter_groups(model: nn.Module, section: OptimizerConfig) -> list[dict[str, Any]]:
     """Divide the trained parameters into groups for the optimizer.
 
-    The first group has weight decay, and the second has none. If theta (the positional embedding's
-    learned parameters) has its own learning rate, a third group holds theta. For Muon, the last
-    group holds the matrices of the transformer blocks.
-
     Returns:
-        The groups, each {"params", "weight_decay", "name"}. The group of theta also has the entry
-        "lr_multiplier". For Muon, each group also has the entry "muon", which says whether Muon
-        trains the group.
+        The groups, each {"params", "weight_decay", "name"}. A group may have its own learning rate
+        or its own optimizer Muon.
     """
+    # The first group has weight decay, and the second has none. If theta (the positional
+    # embedding's learned parameters) has its own learning rate, a third group with the entry
+    # "lr_multiplier" holds theta. For Muon, the last group holds the matrices of the transformer
+    # blocks, and each group has the entry "muon", which says whether Muon trains the group.
     muon, weight_decay = section.type == "muon", section.weight_decay
     theta_lr_multiplier = section.theta_lr_multiplier
     decay_theta = section.weight_decay_positional and section.theta_frozen is not True
@@ -93,15 +89,17 @@ def parameter_groups(model: nn.Module, section: OptimizerConfig) -> list[dict[st
 def build_optimizer(
     kind: str, groups: list[dict[str, Any]], section: OptimizerConfig, ranks: Groups | None = None
 ) -> torch.optim.Optimizer:
-    """Build the optimizer `kind` for parameter groups.
+    """Build an optimizer for parameter groups.
 
     Args:
-        kind: `adam` is AdamW, with decoupled weight decay as in apex's FusedAdam; `sgd` is SGD;
-            `muon` is Muon for hidden matrices and AdamW for the others; `apex` is apex's FusedAdam.
-        groups: The result of `parameter_groups`.
+        kind: `adam` is AdamW, `sgd` is SGD, `apex` is apex's FusedAdam. `muon` is Muon for hidden
+            matrices and AdamW for the others.
+        groups: The parameter groups.
         section: The learning rate, Adam's betas and epsilon, and the momentum of SGD or Muon.
         ranks: The process groups of the job, which Muon needs.
     """
+    # `adam` has decoupled weight decay as in apex's FusedAdam. `groups` comes from
+    # `parameter_groups`.
     beta1, beta2 = section.betas
     adam: dict[str, Any] = {"lr": section.lr, "betas": (beta1, beta2), "eps": section.eps}
     if kind == "adam":
@@ -114,11 +112,7 @@ def build_optimizer(
     if kind == "muon":
         assert ranks is not None
         return MuonWithAdamW(
-            groups,
-            **adam,
-            momentum=section.momentum,
-            split_fused=section.split_fused,
-            ranks=ranks,
+            groups, **adam, momentum=section.momentum, split_fused=section.split_fused, ranks=ranks
         )
     raise ValueError(f"optimizer {kind!r} is unknown; use adam, sgd or muon")
 
@@ -128,9 +122,9 @@ HYPERPARAMETERS = ("weight_decay", "betas", "eps", "momentum", "lr_multiplier")
 
 @contextmanager
 def keep_hyperparameters(schedule: AnnealingLR) -> Iterator[None]:
-    """Restore this run's hyperparameters (such as betas) and learning rate after the `with` block.
+    """Restore this run's learning rate and hyperparameters (such as betas) after the `with` block.
 
-    The caller loads a checkpoint inside the block. Loading replaces these values.
+    The block loads a checkpoint, which replaces these values.
     """
     kept = [
         {key: group[key] for key in HYPERPARAMETERS if key in group}
@@ -151,7 +145,8 @@ def all_finite(model: nn.Module, groups: Groups) -> bool:
 
 
 def _local_elements(parameter: nn.Parameter, groups: Groups) -> torch.Tensor:
-    """Return this rank's elements of `parameter`: a slice under ZeRO-3, otherwise all of them."""
+    """Return the elements of `parameter` that this rank stores."""
+    # Under ZeRO-3, these are a slice.
     piece = getattr(parameter, "ds_tensor", None)
     if piece is None:
         return parameter
@@ -179,10 +174,9 @@ def gradient_norm(model: nn.Module, tp: TensorGroup) -> torch.Tensor:
 
 
 def mark_sharded_gradients(model: nn.Module) -> None:
-    """Set `model_parallel` on the gradients of tensor-parallel shards, before a step without ZeRO.
-
-    Without this attribute, DeepSpeed's 16-bit optimizer computes a wrong gradient norm.
-    """
+    """Mark the gradients of tensor-parallel shards, so that DeepSpeed computes the right norm."""
+    # DeepSpeed's 16-bit optimizer needs the attribute `model_parallel` on them before a step
+    # without ZeRO.
     # All tensor-parallel ranks but the first add only marked gradients to the norm. DeepSpeed
     # itself marks parameters, not gradients.
     for param in model.parameters():

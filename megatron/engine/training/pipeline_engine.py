@@ -4,11 +4,11 @@ The training loop gives every stage of a pipeline the same batches, so that all 
 samples. Only the first stage uses the inputs, and only the last stage uses the targets.
 """
 
-from __future__ import annotations
-
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from typing import Any
+from functools import wraps
+from typing import Any, ParamSpec, TypeVar
 
 import deepspeed
 import numpy as np
@@ -23,6 +23,8 @@ from megatron.parallel.groups import Groups
 from megatron.parallel.loss import UNCOUNTED, mean_loss
 
 Engine = deepspeed.DeepSpeedEngine
+P = ParamSpec("P")
+R = TypeVar("R")
 LossFn = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 """A function of (inputs, targets) that returns each target's loss in nats; all are [B, T]."""
 
@@ -67,7 +69,21 @@ def loss_function(engine: deepspeed.DeepSpeedEngine, groups: Groups) -> LossFn:
     return PipelineLosses(engine, groups) if isinstance(engine, PipelineEngine) else engine
 
 
-@torch.compiler.set_stance("force_eager")  # `torch_compile` is for the training step
+def never_compiled(function: Callable[P, R]) -> Callable[P, R]:
+    """Decorate `function` so that a model inside it runs without `torch.compile`."""
+    # The config key `torch_compile` is for training steps, whose shapes stay the same.
+
+    @wraps(function)
+    def call(*args: P.args, **kwargs: P.kwargs) -> R:
+        if "torch._dynamo" not in sys.modules:  # importing the compiler takes a second
+            return function(*args, **kwargs)
+        with torch.compiler.set_stance("force_eager"):
+            return function(*args, **kwargs)
+
+    return call
+
+
+@never_compiled
 @torch.no_grad()
 def loss_of_batches(
     engine: deepspeed.DeepSpeedEngine,
@@ -78,14 +94,14 @@ def loss_of_batches(
 ) -> float:
     """Return the mean loss over the next `count` micro-batches of every data-parallel rank.
 
-    If `counting.per_token` is true, all targets that count have the same weight in the mean.
-    Otherwise, all micro-batches have the same weight. Every rank must call this function, and every
-    rank gets the same result.
+    Every rank must call this function, and every rank gets the same result.
 
     Args:
         batches: This rank's micro-batches of B sequences with T targets, int64 [B, T + 1].
-        counting: The targets that count in the loss.
+        counting: The rules that say which targets count in the loss, and with which weight.
     """
+    # If `counting.per_token` is true, all targets that count have the same weight in the mean.
+    # Otherwise, all micro-batches have the same weight.
     engine.eval()
     loss_fn = loss_function(engine, groups)
     # Sums of the losses and of their weights; fp32 cannot count beyond 2^24 targets.

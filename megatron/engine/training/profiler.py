@@ -6,8 +6,6 @@ these steps. The files are written into the run folder after the last of these s
 of training if that comes first.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import torch
@@ -22,12 +20,14 @@ _ROWS = 30  # of the table
 
 
 class StepProfiler(Hook):
-    """Profiles the steps from `profile_step_start` to `profile_step_stop`.
+    """A hook that profiles some training steps.
 
     Args:
-        run_dir: The folder for the files of the profile. The config's `memory_profiling_path` may
-            name another folder for the memory profile.
+        run_dir: The folder for the files of the profile.
     """
+
+    # The steps are those from `profile_step_start` to `profile_step_stop`. The config's
+    # `memory_profiling_path` may name another folder for the memory profile.
 
     def __init__(self, c: LoggingConfig, run_dir: Path, log: RunLog):
         self._run_dir, self._log, self._step = run_dir, log, 0
@@ -41,10 +41,8 @@ class StepProfiler(Hook):
             self._records = False
 
     def before_step(self, number: int) -> None:
-        """Begin the profile before the first profiled step, and end it after the last one.
-
-        Call this method before each step.
-        """
+        """Begin or end the profile, if it begins or ends before this step."""
+        # The profile begins before the first profiled step, and ends after the last one.
         self._step = number
         if self._step == self._first:
             self._begin()

@@ -26,8 +26,6 @@ wsd_decay_style (with Megatron-LM's names) selects c(r). `cosine` agrees with GP
     minus_sqrt            1 - sqrt(r)
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -52,14 +50,16 @@ class Schedule:
 
     Attributes:
         start_lr: The learning rate at the end of the warm-up.
-        end_iter: The config's `lr_decay_iters`. With the style `wsd`, the decay ends at step
-            `end_iter`. With other styles, the decay ends at step `end_iter - warmup_iter`.
+        end_iter: The config's `lr_decay_iters`, from which the last step of the decay is computed.
         warmup_iter: The number of warm-up steps, which may be fractional, such as 1.5.
-        decay_style: The curve after the warm-up, one of `STYLES` (such as `cosine`).
+        decay_style: The curve after the warm-up, such as `cosine`.
         min_lr: The minimum learning rate after the warm-up.
-        wsd_decay_ratio: The length of the decay of `wsd`, as a fraction of `end_iter`.
+        wsd_decay_ratio: The length of the decay of the style `wsd`, as a fraction of `end_iter`.
         wsd_decay_style: The curve of the decay of the style `wsd`, such as `cosine`.
     """
+
+    # With the style `wsd`, the decay ends at step `end_iter`. With the other `STYLES`, the decay
+    # ends at step `end_iter - warmup_iter`.
 
     start_lr: float
     end_iter: int
@@ -116,14 +116,13 @@ def schedule_of(config: Config) -> Schedule:
 class AnnealingLR:
     """A scheduler that writes the learning rate of a `Schedule` into an optimizer.
 
-    The DeepSpeed engine calls `step` after each optimizer step. A resumed run starts at the
-    checkpoint's step.
-
     Args:
         schedule: The schedule of this run's config.
-        use_checkpoint: Whether a resumed run uses the schedule that the checkpoint records, instead
-            of `schedule` (GPT-NeoX's `use_checkpoint_lr_scheduler`).
+        use_checkpoint: Whether a resumed run uses the schedule that the checkpoint records.
     """
+
+    # The DeepSpeed engine calls `step` after each optimizer step. A resumed run starts at the
+    # checkpoint's step. `use_checkpoint` is GPT-NeoX's `use_checkpoint_lr_scheduler`.
 
     def __init__(
         self, optimizer: torch.optim.Optimizer, schedule: Schedule, use_checkpoint: bool = False
@@ -133,7 +132,11 @@ class AnnealingLR:
         self.write()
 
     def step(self, increment: int | None = None) -> None:
-        """Advance by one optimizer step. DeepSpeed passes `increment`, which has no effect here."""
+        """Advance by one optimizer step.
+
+        Args:
+            increment: Ignored. DeepSpeed passes this argument.
+        """
         self.num_iters += 1
         self.write()
 
@@ -153,7 +156,7 @@ class AnnealingLR:
     def write(self) -> None:
         """Write the current learning rate into the optimizer's parameter groups.
 
-        A group with an entry `lr_multiplier` gets the learning rate times this number.
+        A group with an entry `lr_multiplier` gets the learning rate times this value.
         """
         lr = self.schedule(self.num_iters)
         for group in self.optimizer.param_groups:

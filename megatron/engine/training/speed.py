@@ -13,12 +13,11 @@ Blocks that are computed again in the backward pass do not count twice. The mode
 (MFU) is the rate of these operations, divided by the peak rate.
 """
 
-from __future__ import annotations
-
 import resource
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from statistics import fmean
 
 import numpy as np
 import torch
@@ -39,18 +38,26 @@ class Speed:
     """The numbers with which tokens per second are converted into TFLOP/s and MFU.
 
     Attributes:
-        flops_per_token: The floating-point operations of one token, forward and backward.
+        flops_per_token: Maps the lengths of sequences to the floating-point operations of one
+            token, forward and backward.
         devices: The number of devices that share the work.
         peak_tflops: The peak TFLOP/s of one device; None if it is not known.
     """
 
-    flops_per_token: float
+    flops_per_token: Mapping[int, float]
     devices: int
     peak_tflops: float | None
 
-    def metrics(self, tokens_per_second: float, device: torch.device) -> dict[str, float]:
-        """Return each device's TFLOP/s, the MFU if the peak rate is known, and the peak memory."""
-        tflops = tokens_per_second * self.flops_per_token / self.devices / 1e12
+    def metrics(
+        self, tokens_per_second: float, lengths: Sequence[int], device: torch.device
+    ) -> dict[str, float]:
+        """Return each device's TFLOP/s, the MFU if the peak rate is known, and the peak memory.
+
+        Args:
+            lengths: The length of the sequences in each measured step.
+        """
+        flops = fmean(self.flops_per_token[length] for length in lengths)
+        tflops = tokens_per_second * flops / self.devices / 1e12
         mfu = {"train/mfu": tflops / self.peak_tflops} if self.peak_tflops else {}
         return {"train/tflops_per_device": tflops, **mfu, "train/memory_gb": _peak_memory(device)}
 
@@ -61,32 +68,47 @@ Corpora = Sequence[tuple[np.ndarray, float]]
 
 def speed_of(config: Config, shape: GPTShape, groups: Groups, corpora: Corpora) -> Speed:
     """Return the operations per token of a run, and the number and peak rate of its devices."""
+    lengths = {config.model.seq_length, *(length for _, length in config.training.curriculum)}
+    flops = {
+        each: flops_per_token(shape, keys_per_query(config, corpora, each)) for each in lengths
+    }
     return Speed(
-        flops_per_token=flops_per_token(shape, keys_per_query(config, corpora)),
+        flops_per_token=flops,
         devices=groups.world_size,
         peak_tflops=config.logging.peak_theoretical_tflops
         or known_peak(groups.device, config.training.precision),
     )
 
 
-def keys_per_query(config: Config, corpora: Corpora = ()) -> float:
+def mean_keys(config: Config) -> float:
+    """Return the mean number of keys that a query sees, over all steps, queries and layers."""
+    steps = max(1, config.training.train_iters)
+    stages = config.training.curriculum or ((0, config.model.seq_length),)
+    counts = np.diff([*(min(step, steps) for step, _ in stages), steps])
+    keys = [keys_per_query(config, length=length) for _, length in stages]
+    return float(np.average(keys, weights=counts))
+
+
+def keys_per_query(config: Config, corpora: Corpora = (), length: int | None = None) -> float:
     """Return the mean number of keys that a query sees, over all queries and layers.
 
     Args:
         corpora: The document lengths and the weight of each training corpus. Without
             `reset_attention_mask` in the config, or without a corpus, each sequence counts as one
             document.
+        length: The length of the sequences. The default is the config's `seq_length`.
     """
     m = config.model
+    length = length or m.seq_length
     texts = [(lengths[:MOST_DOCUMENTS], weight) for lengths, weight in corpora]
     texts = [each for each in texts if m.reset_attention_mask and each[0].any()]
-    texts = texts or [(np.array([m.seq_length]), 1.0)]
-    pieces = [(_pieces(lengths, m.seq_length), weight) for lengths, weight in texts]
+    texts = texts or [(np.array([length]), 1.0)]
+    pieces = [(_pieces(lengths, length), weight) for lengths, weight in texts]
     total = sum(weight for _, weight in pieces)
     windows = Counter(layers_of(m.sliding_window_width, m.num_layers))
     keys = 0.0
     for window, layers in windows.items():
-        most = m.seq_length if window is None else window + 1
+        most = length if window is None else window + 1
         for piece, weight in pieces:
             mean = (piece * np.minimum(piece, most)).sum() / piece.sum()
             keys += layers * weight / total * float(mean)
@@ -94,9 +116,12 @@ def keys_per_query(config: Config, corpora: Corpora = ()) -> float:
 
 
 def _pieces(documents: np.ndarray, length: int) -> np.ndarray:
-    """Return the lengths of the pieces of documents that are cut into sequences of `length` tokens.
+    """Cut concatenated documents into sequences of `length` tokens, and return the piece lengths.
 
-    `documents` holds the lengths of the documents, which follow each other without gaps.
+    A piece is the part of one document that lies in one sequence.
+
+    Args:
+        documents: The length of each document in tokens.
     """
     ends = documents.cumsum(dtype=np.int64)
     cuts = np.union1d(ends, np.arange(length, ends[-1], length))

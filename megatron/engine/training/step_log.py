@@ -1,7 +1,5 @@
 """Log the loss, the speed and theta every `log_interval` steps, and check that they are finite."""
 
-from __future__ import annotations
-
 import math
 import time
 from collections.abc import Mapping
@@ -30,11 +28,9 @@ STEEP = 3.0
 
 @dataclass
 class StepLog(Hook):
-    """Logs the mean loss since the last log line, the speed, and theta.
+    """Logs the mean loss since the last log line, the speed, and the position parameters."""
 
-    Theta contains the learned parameters of the positional embedding. Skipped steps do not count in
-    the mean loss.
-    """
+    # These parameters are called theta. Skipped steps do not count in the mean loss.
 
     config: Config
     engine: deepspeed.DeepSpeedEngine
@@ -57,17 +53,16 @@ class StepLog(Hook):
         self._start = time.monotonic()
 
     def after_step(self, step: Step) -> None:
-        """Add the step to the mean loss. After every `log_interval` steps, write a log line.
-
-        The loss is checked before each log line, and loss and weights before each checkpoint.
+        """Add the step to the mean loss. At the end of each log interval, write a log line.
 
         Raises:
             BadLossError: The loss or a weight is not finite.
         """
+        # The loss must be finite at each log line. The loss and all weights must be finite at each
+        # checkpoint.
         if step.good:
             self._meter.add(step.loss)
-        if news := self._compilations.news():
-            self.log.line(f"  step {step.number}: {news}")
+        self._compilations.after_step()
         mean = self._finite_loss(step) if step.logs or step.may_save else math.nan
         # The loss was computed before the update, so it does not show what the update did.
         if step.may_save and not all_finite(cast(nn.Module, self.engine.module), self.groups):
@@ -78,11 +73,12 @@ class StepLog(Hook):
             self._meter.reset()
 
     def _finite_loss(self, step: Step) -> float:
-        """Return the mean loss since the last log line over all ranks, without skipped steps.
+        """Return the mean loss since the last log line over all ranks.
 
         Raises:
             BadLossError: The loss is not finite, and the training is not in fp16.
         """
+        # Skipped steps do not count.
         steps, mean = self._meter.steps, self._meter.mean()
         # In fp16 training, DeepSpeed skips steps with a loss or gradient that is not finite.
         if steps and not math.isfinite(mean) and self.config.training.precision != "fp16":
@@ -100,11 +96,13 @@ class StepLog(Hook):
         training, length = self.config.training, self.config.model.seq_length
         seconds = self._meter.seconds_per_step
         rate = step.batch_size * length / seconds
+        after = step.number - self._meter.timed
+        lengths = [*map(self.config.length_of, range(after + 1, step.number + 1))]
         values: dict[str, Any] = {
             "train/loss": loss,
             "train/lr": step.lr,
             "train/tokens_per_second": rate,
-            **self.speed.metrics(rate, self.groups.device),
+            **self.speed.metrics(rate, lengths, self.groups.device),
             **self._compilations.metrics(),
             "train/samples": step.consumed_samples,
             "train/tokens": step.consumed_samples * length,

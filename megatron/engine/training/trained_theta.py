@@ -6,8 +6,6 @@ After each optimizer step, this module clamps the master and the model's copy to
 ZeRO stage determines where the master is stored.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -29,19 +27,21 @@ from megatron.positional import PositionalEmbedding, bounds
 
 @dataclass
 class TrainedTheta:
-    """Reads and clamps theta, the positional embedding's trained parameters, during training.
+    """Returns and clamps the positional embedding's trained parameters, called theta.
 
-    The optimizer updates an fp32 copy of theta, called the master. In a pipeline, only the first
-    stage holds theta. On a rank without theta, the methods do nothing. All ranks of the pipeline
-    stage must call each method.
+    All ranks of a pipeline stage must call each method. On a rank without theta, the methods do
+    nothing.
 
     Attributes:
         engine: The engine that trains theta.
-        parameters: The `theta_parts` of the engine's model. Empty on a rank without theta.
-        pos: The model's positional embedding. If `pos.numerics.projects_master` is false, only the
-            model's copy of theta is clamped, not the master.
+        parameters: The tensors that hold theta. Empty on a rank without theta.
+        pos: The model's positional embedding.
         groups: The job's process groups. Each tensor-parallel rank holds theta of its own heads.
     """
+
+    # In a pipeline, only the first stage holds theta. The optimizer updates an fp32 copy of theta,
+    # called the master. If `pos.numerics.projects_master` is false, only the model's copy of theta
+    # is clamped, not the master.
 
     engine: deepspeed.DeepSpeedEngine
     parameters: Sequence[nn.Parameter]
@@ -51,26 +51,26 @@ class TrainedTheta:
 
     @torch.no_grad()
     def master(self) -> Tensor | None:
-        """Return a copy of the fp32 theta that the optimizer updates, [this rank's heads, columns].
+        """Return a copy of theta in fp32, [this rank's heads, parameters per head].
 
-        Theta contains the positional embedding's trained parameters. The result is None on a rank
-        without theta.
+        Theta is the positional embedding's trained parameters. The result is None on a rank without
+        theta.
         """
         masters = [self._master(theta) for theta in self.parameters]
         return trained_theta(self.pos, masters) if masters else None
 
     @torch.no_grad()
     def master_of_all_heads(self) -> Tensor | None:
-        """Return a copy of the fp32 theta that the optimizer updates, [all heads, columns].
+        """Return a copy of theta in fp32, [all heads, parameters per head].
 
-        Theta contains the positional embedding's trained parameters. The result is None on a rank
-        without theta.
+        Theta is the positional embedding's trained parameters. The result is None on a rank without
+        theta.
         """
         return self._of_all_heads([self._master(theta) for theta in self.parameters])
 
     @torch.no_grad()
     def project(self) -> None:
-        """Clamp theta (the trained parameters) to its bounds, after an optimizer step."""
+        """Clamp the positional embedding's trained parameters to their bounds, after a step."""
         self._projected = []
         for theta, shared in zip(self.parameters, (False, True), strict=False):
             columns = [p for p in self.pos.trained_parameters if p.shared == shared]
@@ -87,11 +87,12 @@ class TrainedTheta:
             self._projected.append(bounded_HN)
 
     def columns(self) -> dict[str, Tensor]:
-        """Return theta of all heads, as a dict from parameter names to tensors.
+        """Return the positional embedding's trained parameters of all heads, by name.
 
-        The values are those after the last call of `project`. The dict is empty on a rank without
-        theta, and before the first call of `project`.
+        The dict is empty on a rank without them.
         """
+        # The values are those after the last call of `project`. The dict is also empty before its
+        # first call.
         theta_HN = self._of_all_heads(self._projected)
         return {} if theta_HN is None else named_theta(self.pos, theta_HN)
 
@@ -124,10 +125,8 @@ class TrainedTheta:
             self._unsharded_master(theta).data.copy_(value_HN)
 
     def _unsharded_master(self, theta: nn.Parameter) -> Tensor:
-        """Return the fp32 tensor that the optimizer updates for `theta`, in a run without ZeRO.
-
-        The result is not a copy. In fp32 training, the result is `theta` itself.
-        """
+        """Return the fp32 tensor that the optimizer updates for `theta`, in a run without ZeRO."""
+        # The result is not a copy. In fp32 training, the result is `theta` itself.
         optimizer = self.engine.optimizer
         if not isinstance(optimizer, FP16_UnfusedOptimizer):
             return theta

@@ -1,7 +1,5 @@
 """Run the suite on a checkpoint: read the text, measure, write the report."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable
 from dataclasses import replace
@@ -21,7 +19,7 @@ from megatron.engine.errors import CheckpointError
 from megatron.engine.job.job_or_alone import job_or_alone
 from megatron.engine.open_run import OpenRun, open_run
 from megatron.engine.open_text import open_text
-from megatron.evaluation.perplexity_statistics import measured_with
+from megatron.evaluation.perplexity_statistics import measured_with, scaled
 from megatron.evaluation.suite import context, key_tokens, perplexity, recall
 from megatron.evaluation.suite.heads import heads
 from megatron.evaluation.suite.measure import Measure, Sample, Subject, read_sample
@@ -34,11 +32,7 @@ from megatron.run_folder import RunFolder
 
 
 def run_suite(
-    config: Config,
-    load: Path,
-    *,
-    out: Path | None = None,
-    judge: tuple[Config, Path] | None = None,
+    config: Config, load: Path, *, out: Path | None = None, judge: Path | None = None
 ) -> Report:
     """Measure the newest checkpoint of `load` at `eval_lengths`; write the report into `out`.
 
@@ -48,8 +42,8 @@ def run_suite(
 
     Args:
         out: The folder for the report; None means `load/suite`.
-        judge: Config and run folder of the model that chooses the key tokens. With None, the
-            measured model chooses them itself.
+        judge: The run folder of the model that chooses the key tokens. With None, the measured
+            model chooses them itself.
 
     Raises:
         CheckpointError: A checkpoint is missing or does not fit its config, or the judge has
@@ -73,11 +67,10 @@ def run_suite(
             eod=tokenizer.eod,
         )
         subject = _subject(run, groups)
-        judged = _open_judge(*judge, tokenizer, groups) if judge else None
+        judged = _open_judge(judge, tokenizer, groups) if judge else None
         measures = measure_with_progress(subject, sample, tokenizer, judged)
         title = f"{run.model.pos.name}, trained at {config.model.seq_length:,} tokens"
-        if chosen.eval_distance_scale != 1.0:
-            title += f", distances x {chosen.eval_distance_scale:g}"
+        title = scaled(title, config)
         facts: dict[str, Any] = {
             "checkpoint": str(run.saved.path),
             "text": f"{chosen.eval_split} of {text.shards.prefix}",
@@ -118,8 +111,8 @@ def measure_all(
     """Return the results of all measures. Every rank must call this function.
 
     Args:
-        judge: The model that chooses the key tokens: tokens that it predicts better with long
-            context. With None, the measured model chooses them itself.
+        judge: The model that chooses the key tokens. It chooses those tokens that it predicts
+            better with long context. None means the measured model.
     """
 
     def passes(of: Subject) -> tuple[np.ndarray, np.ndarray]:
@@ -148,8 +141,8 @@ def _subject(run: OpenRun, groups: Groups) -> Subject:
     return Subject(run.model, groups, run.config.evaluation.eval_batch_tokens)
 
 
-def _open_judge(config: Config, load: Path, tokenizer: Tokenizer, groups: Groups) -> Subject:
-    run = open_run(load, config, groups)
+def _open_judge(load: Path, tokenizer: Tokenizer, groups: Groups) -> Subject:
+    run = open_run(load, None, groups)
     if run.tokenizer.fingerprint() != tokenizer.fingerprint():
         raise CheckpointError(
             f"--judge {load} has another tokenizer than the model, so its tokens are different; "

@@ -1,7 +1,5 @@
 """Measure what far context is worth: windowed twin, exact context, far-swap, receptive field."""
 
-from __future__ import annotations
-
 import numpy as np
 
 from megatron.evaluation.suite.intervals import mean_of
@@ -17,11 +15,11 @@ EFFECTS = {"gain": "helps", "loss": "harms", "none": "nothing", "unclear": "uncl
 def windowed_twin(sample: Sample, full_nT: np.ndarray, twin_nT: np.ndarray) -> Measure:
     """Measure how much lower the loss is with the full context than with a limited window.
 
-    The windowed twin is the same model, but each layer sees only as many tokens as the training
-    length. Only targets with more context than the training length are scored.
+    The window is the training length. Only targets with more context than that are scored.
 
     Args:
-        full_nT, twin_nT: The losses of the model and of its windowed twin.
+        full_nT: The model's loss of each target, [n sequences, T targets].
+        twin_nT: The same losses when each layer sees only the window.
     """
     title, name = "Gain over the windowed twin", "windowed_twin"
     if sample.longest <= sample.train_length:
@@ -45,9 +43,13 @@ def windowed_twin(sample: Sample, full_nT: np.ndarray, twin_nT: np.ndarray) -> M
 def exact_context(subject: Subject, sample: Sample, full_nT: np.ndarray) -> Measure:
     """Measure how much lower the loss is with the full context than with exactly W tokens.
 
-    W is the training length. The scored tokens have more than W tokens before them, and stand at
-    equal distances. The control reads each of them after exactly W tokens.
+    W is the training length. Each token is scored twice: in the full sequence, and after exactly W
+    tokens.
+
+    Args:
+        full_nT: The loss of each target with the full context, in nats [n sequences, T targets].
     """
+    # The scored tokens stand at equal distances in each sequence, after more than W tokens.
     title, name = "Gain over exactly the training length", "exact_context"
     window = sample.train_length
     places = sample.longest - window
@@ -69,10 +71,12 @@ def exact_context(subject: Subject, sample: Sample, full_nT: np.ndarray) -> Meas
 def far_swap(subject: Subject, sample: Sample, full_nT: np.ndarray) -> Measure:
     """Measure how the loss of the last tokens changes when the far text is replaced.
 
-    The last `sample.tail` tokens of each sequence are scored. The text directly before them is
-    kept: as many tokens as the training length. All earlier text is replaced by text of another
-    document.
+    Args:
+        full_nT: The loss of each target in the unchanged sequences, in nats [n sequences, T
+            targets].
     """
+    # The last `sample.tail` tokens of each sequence are scored. The W tokens before them are kept,
+    # where W is the training length. All earlier text is replaced by text of another document.
     title, name = "Far-swap", "far_swap"
     far = sample.longest + 1 - sample.tail - sample.train_length
     if far < 1:
@@ -93,13 +97,13 @@ def far_swap(subject: Subject, sample: Sample, full_nT: np.ndarray) -> Measure:
 def receptive_field(subject: Subject, sample: Sample, full_nT: np.ndarray) -> Measure:
     """Measure the loss of the last tokens for several context lengths.
 
-    For each context length c, short sequences are cut out of the text. A scored token has at least
-    c and fewer than 1.25 c tokens before it in its short sequence. The last row of the result is
-    for the whole sequences.
+    The last row of the result is for the whole sequences.
 
     Args:
-        full_nT: The loss of each target in the whole sequences.
+        full_nT: The loss of each target in the whole sequences, [n sequences, T targets].
     """
+    # For each context length c, short sequences are cut out of the text. A scored token has at
+    # least c but fewer than 1.25 c tokens before it in its short sequence.
     losses: dict[int, np.ndarray] = {}
     context, full = 1, full_nT[:, -sample.tail :]
     while context < sample.longest - sample.tail:
@@ -129,21 +133,22 @@ def receptive_field(subject: Subject, sample: Sample, full_nT: np.ndarray) -> Me
 
 
 def field_of(rows: list[Row]) -> int | str:
-    """Return the receptive field in tokens: the shortest context not clearly worse than the best.
-
-    A context is clearly worse if the interval of its loss minus the best lies above 0. Without
-    intervals, the field is "unclear".
+    """Return the shortest context length, in tokens, that is as good as the best one.
 
     Args:
-        rows: The rows of the measure `receptive_field`.
+        rows: The loss for each context length.
     """
+    # These are the rows of the measure `receptive_field`. A context is as good as the best one if
+    # the difference of their losses is not surely positive. The result is "unclear" if there are no
+    # intervals.
     if any(row.also["worse"] == "unclear" for row in rows):
         return "unclear"
     return next(row.at["context"] for row in rows if row.also["worse"] == "no")
 
 
 def _after_context(subject: Subject, sample: Sample, context: int) -> np.ndarray:
-    """Return the losses [n, tail] of the last `tail` tokens, each after about `context` tokens."""
+    """Return the losses of the last tokens of each sequence, after about `context` tokens."""
+    # The shape is [n, sample.tail].
     tail, end = sample.tail, sample.longest + 1
     step = min(max(1, context // 4), tail)
     losses = np.empty((len(sample.sequences_nT), tail))
@@ -161,9 +166,9 @@ def of_other_documents(documents: np.ndarray) -> np.ndarray:
     """Return for each sequence the index of a sequence from another document.
 
     Args:
-        documents: [n], the document of each sequence, in ascending order. At least two documents
-            must occur.
+        documents: The document of each sequence, [n], in ascending order.
     """
+    # At least two documents must occur.
     count = len(documents)
     later = np.searchsorted(documents, documents, side="right")
     offset = np.arange(count) - np.searchsorted(documents, documents)

@@ -9,8 +9,6 @@ A head is collapsed if it puts more than `COLLAPSED` of its attention on the fir
 null key: there it finds the same at each query, so it says nothing about the text.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from itertools import count
@@ -34,10 +32,8 @@ SEQUENCES, LONGEST, QUERIES = 8, 4096, 128
 
 @torch.no_grad()
 def heads(subject: Subject, sample: Sample) -> list[Measure]:
-    """Measure the attention of all heads: a measure of all, and one with a picture for each layer.
-
-    The list is empty if the model has no attention layers of this project.
-    """
+    """Measure where each head attends. Return a measure of all heads and one for each layer."""
+    # The list is empty if the model has no attention layers of this project.
     layers = [each for each in subject.model.modules() if isinstance(each, SelfAttention)]
     if not layers:
         return []
@@ -72,7 +68,15 @@ def _summary(by_layer: list[np.ndarray], documents: np.ndarray) -> Measure:
 
 
 def _layer(documents: np.ndarray, numbers_nHX: np.ndarray, layer: int) -> Measure:
-    """Return the attention of one layer's heads by the number of tokens back, 1 for the query's."""
+    """Return the share of one layer's attention by distance, for each head.
+
+    Args:
+        documents: The document of each sequence, [n].
+        numbers_nHX: The statistics of each sequence and head.
+        layer: The number of the layer.
+    """
+    # The distance is the number of tokens back, where the query's own token is 1. `numbers_nHX`
+    # comes from `_watch`.
     rows = [
         Row({"tokens_back": 2**place, "head": head}, mean_of(mass_nD[:, [place]], documents))
         for head, mass_nD in enumerate(numbers_nHX[:, :, 2:].swapaxes(0, 1))
@@ -86,7 +90,9 @@ def _watch(
     attend: Callable[..., Tensor], numbers: list[Tensor], q_BHTE: Tensor, k_BKSE: Tensor,
     v_BKSE: Tensor, pos: Any, theta_HN: Tensor | None = None, **given: Any,
 ) -> Tensor:  # fmt: skip
-    """Call `attend`, and add the numbers of its heads to `numbers`. The batch has one sequence."""
+    """Call an attention function on one sequence, and append statistics to `numbers`."""
+    # The statistics are a tensor [H heads, 2 + bins]: the attention to the first token and to a
+    # sink's null key, the entropy in nats, and the attention in each bin of distances.
     size = k_BKSE.shape[2]
     start = max(0, size - QUERIES)
     # Attention to values that are the unit vectors gives the probabilities themselves.

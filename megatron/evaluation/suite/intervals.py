@@ -38,13 +38,15 @@ class Estimate:
     documents: int
 
     def effect(self, smallest: float = SMALLEST, *, surely: bool = False) -> str:
-        """Return what the interval says of a gain: "gain", "loss", "none" or "unclear".
+        """Classify a gain by its 95% interval.
 
-        It is none if the whole interval lies within `smallest` of 0. Otherwise it is a gain if the
-        interval is above 0, and a loss if it is below. Without an interval, it is unclear.
+            none      the whole interval lies in [-smallest, smallest]
+            gain      the whole interval lies above 0
+            loss      the whole interval lies below 0
+            unclear   otherwise, or without an interval
 
         Args:
-            surely: Whether the whole interval of a gain or loss must be beyond `smallest`.
+            surely: Whether a gain or loss must be larger than `smallest`, not only than 0.
         """
         if -smallest <= self.low <= self.high <= smallest:
             return "none"
@@ -70,16 +72,17 @@ def estimate(
 ) -> Estimate:
     """Return the ratio sum(totals) / sum(counts), with its 95% interval.
 
-    The interval comes from a bootstrap over documents. It is NaN for fewer than `FEWEST` documents,
-    unless at least two documents have the same ratio, and none has another.
+    The interval comes from a bootstrap over documents. It is NaN for too few documents.
 
     Args:
-        totals: [n], a total for each of n sequences, such as a sum of losses.
-        counts: [n], the divisor of each total, such as a number of tokens. Documents whose counts
-            are all 0 are left out.
-        documents: [n], the document to which each sequence belongs.
-        comparisons: The number of intervals that must hold together, with 95% (Bonferroni).
+        totals: A total for each sequence, such as a sum of losses, [n].
+        counts: The divisor of each total, such as a number of tokens, [n].
+        documents: The document to which each sequence belongs, [n].
+        comparisons: The number of intervals that together cover the true values with 95%
+            probability (Bonferroni).
     """
+    # At least `FEWEST` documents are needed. Documents whose counts are all 0 are left out. If all
+    # documents (at least two) have the same ratio, the interval is this ratio.
     level = 1 - (1 - LEVEL / 100) / comparisons
     _, which = np.unique(documents, return_inverse=True)
     total_d, count_d = np.bincount(which, totals), np.bincount(which, counts)
@@ -111,14 +114,13 @@ def estimate(
 
 
 def mean_of(losses_nT: np.ndarray, documents: np.ndarray, *, comparisons: int = 1) -> Estimate:
-    """Return the mean of all numbers in `losses_nT`, with its 95% interval.
-
-    The interval comes from a bootstrap over documents.
+    """Return the mean of all values, with its 95% interval from a bootstrap over documents.
 
     Args:
-        losses_nT: [n, T], T numbers for each of n sequences, such as the losses of its tokens.
-        documents: [n], the document to which each sequence belongs.
-        comparisons: See `estimate`.
+        losses_nT: The values, such as the losses of T tokens in each of n sequences, [n, T].
+        documents: The document to which each sequence belongs, [n].
+        comparisons: The number of intervals that together cover the true values with 95%
+            probability.
     """
     counts = np.full(len(losses_nT), losses_nT.shape[1])
     return estimate(losses_nT.sum(1), counts, documents, comparisons=comparisons)

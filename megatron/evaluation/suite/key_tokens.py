@@ -1,7 +1,5 @@
 """Measure the loss on key tokens, those whose prediction gains from long context (LongPPL)."""
 
-from __future__ import annotations
-
 import numpy as np
 
 from megatron.evaluation.suite.intervals import estimate
@@ -17,17 +15,18 @@ KEY_LOSS = 2.0
 def key_tokens(
     sample: Sample, full_nT: np.ndarray, twin_nT: np.ndarray, gain_nT: np.ndarray, judge: str
 ) -> Measure:
-    """Measure the loss on key tokens, those whose prediction gains from long context.
+    """Measure the loss on key tokens: the tokens that are predicted better with long context.
 
-    A token is a key token if its `gain_nT` is above `KEY_GAIN` (LongPPL, arXiv 2410.23771). Only
-    tokens with more context than the training length can be key tokens.
+    Source: LongPPL, arXiv 2410.23771. A model, called the judge, chooses the key tokens.
 
     Args:
-        full_nT, twin_nT: The losses of the measured model, with the full context and with a window
-            of the training length.
-        gain_nT: The result of `judged_gain` for the judge, the model that chooses the key tokens.
-        judge: A text for the report that names the judge.
+        full_nT: The measured model's losses, with the full context.
+        twin_nT: The measured model's losses, with a window of the training length.
+        gain_nT: The judge's gain from long context, for each token.
+        judge: The name of the judge in the report.
     """
+    # A token is a key token if its `gain_nT` (see `judged_gain`) is above `KEY_GAIN`. Only tokens
+    # with more context than the training length can be key tokens.
     name, title, unit = "key_tokens", "Key-token perplexity", "perplexity"
     if sample.longest <= sample.train_length:
         return Measure(name, title, unit, sample.too_short, [])
@@ -51,12 +50,11 @@ def key_tokens(
 
 
 def judged_gain(full_nT: np.ndarray, twin_nT: np.ndarray) -> np.ndarray:
-    """Return by how much the full context lowers a model's loss of each token, [n, T].
-
-    The result is -inf where the loss with the full context is not below `KEY_LOSS`.
+    """Return how much lower a model's loss of each token is with the full context, [n, T].
 
     Args:
-        full_nT, twin_nT: The model's losses [n, T] with the full context, and with a window of the
-            training length in each layer.
+        full_nT: The model's losses [n, T] with the full context.
+        twin_nT: The losses with a window of the training length in each layer.
     """
+    # The result is -inf for a token whose loss with the full context is at least `KEY_LOSS`.
     return np.where(full_nT < KEY_LOSS, twin_nT - full_nT, -np.inf)

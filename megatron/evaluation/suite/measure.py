@@ -1,7 +1,5 @@
 """Define the inputs and the results of the suite's measures."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -23,10 +21,12 @@ class Row:
     """One result of a measure.
 
     Attributes:
-        at: Where the result was measured, such as {"length": 128, "depth": 0.5}. In the plot, the
-            first entry is the x axis, and each combination of the other entries is a curve.
+        at: Where the result was measured, such as {"length": 128, "depth": 0.5}.
         also: Further entries for the tables.
     """
+
+    # In the plot, the first entry of `at` is the x axis, and each combination of the other entries
+    # is a curve.
 
     at: Mapping[str, Any]
     estimate: Estimate
@@ -60,15 +60,15 @@ class Measure:
 
 @dataclass(frozen=True)
 class Sample:
-    """The text that the suite reads.
+    """The text on which the suite measures a model.
 
     Attributes:
         sequences_nT: The tokens of n sequences, int64 [n, longest + 1]. Each sequence is part of a
             single document.
-        documents: [n], the document of each sequence, in ascending order.
+        documents: The document of each sequence, [n], in ascending order.
         train_length: The length at which the model was trained.
         lengths: The lengths at which the model is measured, in ascending order.
-        tokens: The approximate number of tokens that a measure reads for each of its results.
+        tokens: The approximate number of tokens for each result of a measure.
     """
 
     sequences_nT: np.ndarray
@@ -83,28 +83,30 @@ class Sample:
 
     @property
     def tail(self) -> int:
-        """The number of last tokens of a sequence that `far_swap` and `receptive_field` score."""
+        """The number of last tokens of a sequence that some measures score."""
+        # These measures are `far_swap` and `receptive_field`.
         return max(1, min(128, self.longest // 8))
 
     @property
     def too_short(self) -> str:
-        """The sentence that a report has in place of results if the sequences are too short."""
+        """The sentence that a report shows instead of results if the sequences are too short."""
         length = self.train_length
         return f"Not measured: {self.longest:,} tokens are too few after training at {length:,}."
 
     def bins(self, first: int) -> list[tuple[int, int]]:
-        """Return bins (c, end) of context lengths. A bin holds the lengths c to end - 1.
+        """Return bins of context lengths. A bin (c, end) contains the lengths c to end - 1.
 
-        The first bin begins at `first`. Each bin is twice as wide as the previous one; the last bin
-        may be narrower.
+        Args:
+            first: The start of the first bin.
         """
+        # Each bin is twice as wide as the previous one; the last bin may be narrower.
         starts = [first]
         while 2 * starts[-1] < self.longest:
             starts.append(2 * starts[-1])
         return list(zip(starts, [*starts[1:], self.longest + 1], strict=True))
 
     def random(self, rng: np.random.Generator, shape: tuple[int, int]) -> np.ndarray:
-        """Return an array of random tokens. All tokens of the text are equally likely."""
+        """Return random tokens, drawn uniformly from the tokens that occur in the text."""
         return rng.choice(np.unique(self.sequences_nT), shape)
 
 
@@ -119,18 +121,19 @@ def read_sample(
 ) -> Sample:
     """Cut sequences of the longest length out of the documents that are long enough.
 
-    Shorter documents are left out, because a sequence across the end of a document would contain
-    unrelated text. If there are few documents, each gives several sequences. At least 16 sequences
-    are read if the documents have so many.
-
     Args:
         documents: (start, end), the range of documents [start, end).
-        tokens: The approximate number of tokens to read.
+        lengths: The lengths at which the model is measured.
+        train_length: The length at which the model was trained.
+        tokens: The approximate number of tokens in all sequences.
         eod: The id of the end-of-document token, at which a document's text ends.
 
     Raises:
         DataError: Fewer than 2 documents are long enough.
     """
+    # Shorter documents are left out, because a sequence across the end of a document would contain
+    # unrelated text. If there are few documents, several sequences are cut out of each. At least 16
+    # sequences are read if the documents contain that many.
     size, rng = lengths[-1] + 1, np.random.default_rng(0)
     begins = shards.pointers[slice(*documents)] // shards.dtype.itemsize
     texts = [(int(b), int(n)) for b, n in zip(begins, shards.sizes[slice(*documents)], strict=True)]
@@ -164,12 +167,12 @@ class Subject:
 
     Attributes:
         model: The model. The method `losses` can limit how far its attention sees.
-        loss_fn: The function that returns the loss of each target. If it is None, `model` is
-            called instead.
+        loss_fn: The function that returns the loss of each target. None means `model`.
         tick: A function that gets the number of tokens of each finished batch.
-        name: A text that names the model. The report uses it to say which model chose the key
-            tokens.
+        name: A text that names the model in the report.
     """
+
+    # The report uses the name to say which model chose the key tokens.
 
     model: torch.nn.Module
     groups: Groups
@@ -184,9 +187,10 @@ class Subject:
         """Return the loss of each target in nats, float64 [n, T - 1]. Every rank must call this.
 
         Args:
-            sequences_nT: int64 [n, T].
-            window: The number of tokens that each layer sees, the current one included. None sets
-                no limit beyond the model's own.
+            sequences_nT: The tokens of n sequences, int64 [n, T].
+            window: The number of tokens that each layer sees, the current one included. None means
+                the model's own limit.
+            last_only: Whether to compute only the loss of the last target.
 
         Raises:
             DivergedError: A loss is infinite or not a number.

@@ -1,7 +1,5 @@
 """Measure the loss by length and by position."""
 
-from __future__ import annotations
-
 import math
 
 import numpy as np
@@ -17,12 +15,13 @@ def by_length(
 ) -> Measure:
     """Measure perplexity and bits per byte at each length, on the same text.
 
-    For each length, every sequence is cut into pieces of this length. If a remainder is left, it is
-    at the sequence's start and is not measured.
+    For each length, every sequence is cut into pieces of this length.
 
     Args:
         full_nT: The loss of each target, with all earlier tokens of its sequence as context.
+        token_bytes: A function from token ids to the number of UTF-8 bytes of each token.
     """
+    # A remainder at the start of a sequence is not measured.
     rows = []
     for length in sample.lengths:
         pieces = sample.longest // length
@@ -54,11 +53,10 @@ def by_length(
 def by_position(sample: Sample, full_nT: np.ndarray) -> Measure:
     """Measure the loss as a function of context length, the number of tokens before a target.
 
-    The mean loss is taken over the targets in each bin of context lengths (see `Sample.bins`).
-
     Args:
         full_nT: The loss of each target, with all earlier tokens of its sequence as context.
     """
+    # The loss is averaged over the targets in each bin of context lengths (see `Sample.bins`).
     rows = [
         Row({"context": start}, mean_of(full_nT[:, start - 1 : end - 1], sample.documents))
         for start, end in sample.bins(1)

@@ -12,8 +12,6 @@ that expectation maximisation finds on the other parts. Documents that repeat ea
 one, so that no copy teaches the weights.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np
@@ -32,18 +30,24 @@ REPEATED = 32
 
 
 def pointer(sample: Sample, full_nT: np.ndarray, twin_nT: np.ndarray) -> Measure:
-    """Measure what the text offers, beside what the model takes.
+    """Measure how much a pointer that copies earlier text lowers the loss, for near and far text.
 
-    The pointer's gain is the loss of the windowed twin minus the loss of its mixture with the
-    pointer. The near text offers the gain of a pointer that copies only what the twin's window
-    holds. The far text offers what the gain grows by if the pointer may copy everything. `alone` is
-    the gain of a pointer that copies only far text. `left` is the same as the offer, but with the
-    model in place of its twin. The model takes the twin's loss minus its own. Only targets with
-    more context than the training length are scored.
+    Near text is the last W tokens before a target, and far text is all earlier text. W is the
+    training length. Only targets with more than W tokens before them are scored.
 
     Args:
-        full_nT, twin_nT: The losses of the model and of its windowed twin.
+        full_nT: The loss of each target with the full context, [n sequences, T targets].
+        twin_nT: The same losses when each layer sees only W tokens.
     """
+    # The windowed twin is the same model, but each of its layers sees only W tokens. The gain of a
+    # pointer is the twin's loss minus the loss of the twin mixed with the pointer. The result has
+    # one row for near text and one for far text:
+    # - near: the gain of a pointer that copies near text
+    # - far: the gain of a pointer that copies all text, minus the gain for near text
+    # - The column `left` is the same value with the model in place of its twin. The far row has
+    #   more columns. `alone` is the gain of a pointer that copies only far text. `taken` is the
+    #   twin's loss minus the model's loss. If the far gain is surely above 0, `share` is `taken`
+    #   divided by it.
     name, title, unit = "pointer", "What the text offers", "nats per token"
     window = sample.train_length
     if sample.longest <= window:
@@ -81,15 +85,20 @@ def _columns(name: str, found: Estimate) -> dict[str, float]:
 
 
 def predictions(sequences_nT: np.ndarray, window: int) -> dict[str, np.ndarray]:
-    """Return the probability of each target for each order of a pointer, [n, T - 1, orders].
+    """Return the probability that a pointer assigns to each target, -1 without a match.
 
-    It is -1 where the order has no match. The result has an entry for each of three pointers: the
-    first copies `all` earlier tokens, the second `near` and the third `far` ones. The near ones are
-    the last `window` tokens before a target.
+    A pointer of order k looks for earlier copies of the last k tokens, and predicts what followed
+    them.
 
     Args:
         sequences_nT: The tokens of n sequences, int64 [n, T].
+        window: The number of tokens that count as near.
+
+    Returns:
+        Three arrays [n, T - 1, orders], for pointers that copy all, only near, or only far tokens.
     """
+    # The keys are "all", "near" and "far", and `ORDERS` lists the orders. "near" copies only the
+    # last `window` tokens before the target, and "far" only tokens before these.
     grams, found = _gram_ids(sequences_nT, max(ORDERS) + 1), {"all": [], "near": [], "far": []}
     for order in ORDERS:
         # A match ends one token before the token that is copied.
@@ -104,11 +113,9 @@ def predictions(sequences_nT: np.ndarray, window: int) -> dict[str, np.ndarray]:
 
 
 def _gram_ids(sequences_nT: np.ndarray, longest: int) -> dict[int, np.ndarray]:
-    """Return ids [n, T] of the 1 to `longest` tokens that end at each position.
-
-    Two ids are equal if the tokens and the sequence are equal. Where fewer tokens end, the id has
-    no equal.
-    """
+    """Return ids [n, T] of the last k tokens at each position, for k from 1 to `longest`."""
+    # Two ids are equal if their tokens are equal and in the same sequence. At a position with fewer
+    # than k tokens, the id differs from all others.
     row_n1 = np.arange(len(sequences_nT))[:, None]
     tokens_nT = np.unique(sequences_nT, return_inverse=True)[1].reshape(sequences_nT.shape)
     ids, size = {1: row_n1 * (tokens_nT.max() + 1) + tokens_nT}, tokens_nT.max() + 1
@@ -120,7 +127,7 @@ def _gram_ids(sequences_nT: np.ndarray, longest: int) -> dict[int, np.ndarray]:
 
 
 def _earlier(ids_nT: np.ndarray, beyond: int) -> np.ndarray:
-    """Return how often the id of each position p occurs at the positions below p - `beyond`."""
+    """Return how often each id occurs more than `beyond` positions before, [n, T]."""
     positions = np.arange(ids_nT.shape[1])
     start_nT = ids_nT * len(positions)
     keys = np.sort((start_nT + positions).ravel())
@@ -129,12 +136,18 @@ def _earlier(ids_nT: np.ndarray, beyond: int) -> np.ndarray:
 
 
 def gains(found_nTO: np.ndarray, losses_nT: np.ndarray, groups: np.ndarray) -> np.ndarray:
-    """Return by how much the mixture with the pointer lowers each loss, in nats [n, T].
+    """Return how much lower each loss is when a pointer is mixed with the model, nats [n, T].
+
+    A pointer predicts a copy of earlier text.
 
     Args:
-        found_nTO: An entry of `predictions`, for the same targets.
-        groups: [n], the document of each sequence. Documents of other parts teach the weights.
+        found_nTO: The pointer's probability of each target, for each number of tokens that it
+            matches.
+        losses_nT: The model's loss of each target, in nats.
+        groups: The document of each sequence, [n].
     """
+    # `found_nTO` is an entry of `predictions`. The documents are divided into `FOLDS` parts. The
+    # weights of the mixture for one part are fitted to the documents of the other parts.
     states_nT = (found_nTO >= 0).sum(-1)  # an order has matches if a higher order has matches
     # Probabilities are divided by the model's, so that large losses do not underflow.
     ratios = np.maximum(found_nTO, 0) * np.exp(np.minimum(losses_nT, 300))[..., None]
@@ -150,11 +163,13 @@ def gains(found_nTO: np.ndarray, losses_nT: np.ndarray, groups: np.ndarray) -> n
 
 
 def _weights(ratios: np.ndarray) -> np.ndarray:
-    """Return the weights of the model and of each order that fit tokens best, [1 + orders].
+    """Return the best weights of a mixture of predictors, [1 + orders].
 
     Args:
-        ratios: [tokens, 1 + orders], the probability of each component divided by the model's.
+        ratios: The probability that each predictor assigns to a token, divided by the model's
+            probability, [tokens, 1 + orders].
     """
+    # The predictors are the model and the pointers of each order.
     hits = ratios[ratios[:, 1:].any(1)]  # the other tokens belong to the model
     weights = np.full(ratios.shape[1], 1 / ratios.shape[1])
     for _ in range(STEPS):
@@ -165,10 +180,11 @@ def _weights(ratios: np.ndarray) -> np.ndarray:
 
 
 def distinct_documents(sequences_nT: np.ndarray, documents: np.ndarray) -> np.ndarray:
-    """Return a number for each sequence, the same for documents that repeat each other, [n].
+    """Return a number for each sequence, [n]. Documents that repeat each other get the same number.
 
     Args:
-        documents: [n], the document of each sequence.
+        sequences_nT: The tokens of n sequences, int64 [n, T].
+        documents: The document of each sequence, [n].
     """
     size = min(REPEATED, sequences_nT.shape[1])
     factors = np.random.default_rng(0).integers(1 << 62, size=size)

@@ -7,8 +7,6 @@ tokens as the text, in almost the same places. So a model that counts tokens, in
 nothing, except for RULER's `words`, whose control has other counts: there counting is the task.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import groupby
@@ -37,13 +35,14 @@ ORDER, BINDING = "order", "binding"
 
 @dataclass(frozen=True)
 class Puzzle:
-    """Statements that are hidden in a text, and the question that ends the text.
+    """Statements to hide in a text, and a question about them for the end of the text.
 
     Attributes:
         statements: The tokens of each statement, in their order in the text.
-        controls: For each control, the statements that stand in the same places.
-        cue: The tokens that ask.
-        answer: The tokens whose loss is measured; they follow the cue at the end of the text.
+        controls: Maps the name of a control text to its statements. A control text does not reveal
+            the answer.
+        cue: The tokens of the question.
+        answer: The tokens whose loss is measured. The text ends with `cue` and then `answer`.
     """
 
     statements: list[np.ndarray]
@@ -63,10 +62,11 @@ Draw = Callable[[np.random.Generator], Puzzle | None]
 
 @dataclass(frozen=True)
 class Cell:
-    """What is asked in texts of one length.
+    """One experiment: random puzzles in texts of one length.
 
     Attributes:
-        at: Where the result belongs, as in `Row.at`. It has the entry `length`.
+        at: The labels of the result. The label `length` is the texts' length.
+        draw: The function that draws a puzzle.
         depth: The place of a single statement: 0 is the start of the text, 1 is just before the
             question. None draws places in the first half of the text.
     """
@@ -77,11 +77,9 @@ class Cell:
 
 
 def pieces(tokenizer: Tokenizer, *texts: str) -> list[np.ndarray]:
-    """Encode the joined texts at once, and return the tokens of each of them.
-
-    Some tokenizers add a space to the start of all that they encode. A token that belongs to two
-    texts counts for the later one.
-    """
+    """Encode the concatenation of texts, and return the tokens of each text."""
+    # The texts are not encoded one by one, because some tokenizers add a space to the start of each
+    # input. A token that spans two texts belongs to the later text.
     whole = tokenizer.encode("".join(texts)).tolist()
     parts = (tokenizer.encode("".join(texts[:end])).tolist() for end in range(1, len(texts)))
     cuts = [len(commonprefix([part, whole])) for part in parts]
@@ -89,12 +87,13 @@ def pieces(tokenizer: Tokenizer, *texts: str) -> list[np.ndarray]:
 
 
 def induction(subject: Subject, sample: Sample) -> Measure:
-    """Measure how much better d random tokens are predicted when they occur for the second time.
+    """Measure how much better d random tokens are predicted at their second occurrence.
 
-    Each text consists of the d tokens, twice. In the control text, each block of 8 tokens of the
-    first copy is reversed. The gain is the loss of the second copy in the control text minus its
-    loss in the text. The first token of the second copy is not scored.
+    Each text consists of two copies of d random tokens.
     """
+    # In the control text, the first copy has its blocks of 8 tokens reversed. The gain is the
+    # second copy's loss in the control text minus its loss in the text. The first token of the
+    # second copy is not scored.
     rng, gains, distance = np.random.default_rng(1), {}, BLOCK
     while 2 * distance <= sample.longest:
         count = min(64, max(TEXTS, sample.tokens // (4 * distance)))
@@ -124,7 +123,7 @@ def induction(subject: Subject, sample: Sample) -> Measure:
 
 
 def copying(subject: Subject, sample: Sample) -> Measure:
-    """Measure whether the model copies 16 random tokens after a cue of 8 random tokens."""
+    """Measure whether the model copies 16 random tokens when the 8 tokens before them recur."""
 
     def draw(rng: np.random.Generator) -> Puzzle | None:
         tokens = sample.random(rng, (1, 24))[0]
@@ -134,7 +133,7 @@ def copying(subject: Subject, sample: Sample) -> Measure:
 
 
 def passkey(subject: Subject, sample: Sample, tokenizer: Tokenizer) -> Measure:
-    """Measure whether the model knows, at the end of a text, five digits that the text contains."""
+    """Measure whether the model recalls five digits at the end of a text that contains them."""
 
     def draw(rng: np.random.Generator) -> Puzzle | None:
         for _ in range(20):
@@ -152,15 +151,16 @@ Fact = tuple[np.ndarray, np.ndarray, np.ndarray]
 
 
 def with_controls(facts: list[Fact], others: list[int], asked: list[int]) -> Puzzle:
-    """Return the puzzle that hides `facts` and asks for some of their answers, with its controls.
-
-    A control is the same puzzle with other answers in the text (see `Puzzle`).
+    """Return a puzzle that hides `facts` in a text and asks for some of their answers.
 
     Args:
-        others: In the control `binding`, fact i has the answer of fact `others[i]`. This control is
-            left out if every fact keeps its own answer.
-        asked: The numbers of the facts that are asked for, one after the other.
+        others: The index of another fact for each fact. A control text gives each fact the other's
+            answer.
+        asked: The indices of the facts that are asked for, one after the other.
     """
+    # The puzzle has up to two controls. In the control `order`, the tokens of the asked answers are
+    # reversed. In the control `binding`, fact i has the answer of fact `others[i]`. This control is
+    # left out if every fact keeps its own answer.
     statements = [np.concatenate(fact) for fact in facts]
     controls = {}
     if any((facts[number][1] != facts[number][1][::-1]).any() for number in asked):
@@ -179,10 +179,13 @@ def with_controls(facts: list[Fact], others: list[int], asked: list[int]) -> Puz
 
 
 def by_depth(subject: Subject, sample: Sample, name: str, title: str, draw: Draw) -> Measure:
-    """Hide one statement at each of `DEPTHS` in texts of a short, a middle and the longest length.
+    """Measure recall of a statement, by the length of the text and the place of the statement.
 
-    A place counts as found if the model gains over every control.
+    Args:
+        draw: A function that draws a puzzle.
     """
+    # The lengths are the shortest, a middle and the longest of `sample.lengths`. The places are
+    # `DEPTHS`. A place counts as found if the loss is surely lower than in every control text.
     lengths = (sample.lengths[0], sample.lengths[len(sample.lengths) // 2], sample.longest)
     cells = [
         Cell({"length": length, "depth": depth}, draw, depth)
@@ -206,14 +209,16 @@ def by_depth(subject: Subject, sample: Sample, name: str, title: str, draw: Draw
 
 
 def found_cells(rows: list[Row]) -> list[Row]:
-    """Return the row with the least sure gain of each cell in which all rows are gains."""
+    """Return the row with the lowest interval of each experiment whose rows are all gains."""
+    # It is the row whose interval has the lowest start.
     cells = groupby(rows, lambda row: [row.at[name] for name in row.at if name != "control"])
     gains = (min(cell, key=lambda row: row.estimate.low) for _, cell in cells)
     return [row for row in gains if row.also["found"] == "gain"]
 
 
 def ask(subject: Subject, sample: Sample, cells: list[Cell]) -> list[Row]:
-    """Return a row for each cell and control. A cell whose texts are too short has no rows."""
+    """Run the experiments `cells`, and return a row for each experiment and control text."""
+    # An experiment has no rows if its texts are too short for its puzzle.
     asked = [(cell, *_losses(subject, sample, cell, 2 + n)) for n, cell in enumerate(cells)]
     total, rows = sum(len(controls) for _, _, controls, _ in asked), []
     for cell, losses, controls, documents in asked:
@@ -232,7 +237,12 @@ def ask(subject: Subject, sample: Sample, cells: list[Cell]) -> list[Row]:
 def _losses(
     subject: Subject, sample: Sample, cell: Cell, seed: int
 ) -> tuple[np.ndarray, dict[str, np.ndarray], np.ndarray]:
-    """Return the mean loss of each text's answer, the same in each control, and the documents."""
+    """Return the mean losses of the answers in the texts of one experiment.
+
+    Returns:
+        (losses, losses by control text, document of each text).
+    """
+    # The losses are empty if the texts are too short for the puzzle, or no puzzle can be drawn.
     rng, length = np.random.default_rng(seed), cell.at["length"]
     count = max(TEXTS, sample.tokens // (4 * length))
     spread = np.unique(np.linspace(0, len(sample.documents) - 1, count).astype(int))
@@ -259,10 +269,8 @@ def _losses(
 def _with_statements(
     text: np.ndarray, statements: list[np.ndarray], depths: list[float], puzzle: Puzzle
 ) -> np.ndarray:
-    """Return the text with the statements inserted and the question at the end.
-
-    The last tokens of `text` are left out, so that the result is as long as `text`.
-    """
+    """Return the text with the statements inserted and the question at the end."""
+    # The last tokens of `text` are left out, so that the result is as long as `text`.
     room = len(text) - sum(map(len, (*statements, puzzle.cue, puzzle.answer)))
     splits = np.split(text[:room], [round(depth * room) for depth in depths])
     parts = zip(splits, [*statements, puzzle.cue], strict=True)

@@ -13,8 +13,6 @@ RULER's single needle is `recall.passkey`. In the control `binding`, the other k
 have the answers. In the control `order`, the answer's tokens stand in reverse order.
 """
 
-from __future__ import annotations
-
 from functools import partial
 
 import numpy as np
@@ -32,10 +30,8 @@ WORDS = (
 
 
 def ruler(subject: Subject, sample: Sample, tokenizer: Tokenizer) -> Measure:
-    """Measure whether the model answers RULER's questions, in texts of two lengths.
-
-    The lengths are the shortest from `SHORTEST` tokens on, and the longest.
-    """
+    """Measure whether the model answers RULER's questions, in texts of two lengths."""
+    # The lengths are the shortest with at least `SHORTEST` tokens, and the longest.
     lengths = [length for length in sample.lengths if length >= SHORTEST]
     cells = [
         recall.Cell({"length": length, "task": name}, partial(draw, tokenizer))
@@ -71,7 +67,8 @@ def _values(tokenizer: Tokenizer, rng: np.random.Generator) -> recall.Puzzle:
 
 
 def _tracking(tokenizer: Tokenizer, rng: np.random.Generator) -> recall.Puzzle:
-    """Return two chains of three variables whose statements alternate; one chain is asked for."""
+    """Draw a puzzle with two chains of assignments such as a = 12345, b = a, c = b."""
+    # The statements of the two chains alternate. The question is about one chain's last variable.
     chains = rng.choice(WORDS, (2, 3), replace=False)
     facts = [_set(tokenizer, chain[0], rng.integers(10**4, 10**5)) for chain in chains]
     facts += [_set(tokenizer, chain[i], chain[i - 1]) for i in (1, 2) for chain in chains]

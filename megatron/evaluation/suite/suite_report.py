@@ -1,7 +1,5 @@
 """Write the suite's report: `report.md`, `report.json`, and a CSV and a PNG for each measure."""
 
-from __future__ import annotations
-
 import json
 import math
 from dataclasses import dataclass
@@ -22,10 +20,8 @@ class Report:
 
     Attributes:
         title: A text that names the model.
-        about: How the model was measured, as a dict from column name to value. Each CSV file has
-            these columns.
-        facts: Names and values of facts about the measured model and text, for the head of the
-            page.
+        about: Facts about the measurement, which become columns of each CSV file.
+        facts: Names and values of facts about the model and text, for the head of the page.
         verdict: Sentences about all measures together. The first says how much context is used.
     """
 
@@ -73,7 +69,7 @@ def write_report(report: Report, folder: Path, train_length: int) -> None:
 
 
 def _json(value: Any) -> Any:
-    """Return the value, or None for a number that JSON cannot hold."""
+    """Return `value`, or None for a number that JSON cannot represent (NaN or infinity)."""
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
@@ -98,10 +94,8 @@ def _shown(value: Any) -> str:
 
 
 def _picture(measure: Measure, train_length: int) -> bytes:
-    """Plot the results of `measure` with their intervals, and return the PNG.
-
-    The first entry of `Row.at` is the x axis. Each combination of the other entries is a curve.
-    """
+    """Plot the results of `measure` with their intervals, and return the PNG."""
+    # The first entry of `Row.at` is the x axis. Each combination of the other entries is a curve.
     import pandas as pd
     from matplotlib.figure import Figure
 

@@ -1,7 +1,5 @@
 """Say in a few sentences what the measures mean together."""
 
-from __future__ import annotations
-
 from megatron.evaluation.suite.intervals import FEWEST
 from megatron.evaluation.suite.measure import Measure
 from megatron.readable_numbers import told_apart
@@ -10,9 +8,10 @@ from megatron.readable_numbers import told_apart
 def verdict(measures: list[Measure]) -> list[str]:
     """Return sentences that sum up the measures of one model.
 
-    The first sentence says how much context the model uses, the second what far text does. With
-    fewer than `FEWEST` documents, the only sentence says that there is no verdict.
+    The first sentence says how much context the model uses.
     """
+    # Then come sentences about far text and about each measure. With fewer than `FEWEST` documents,
+    # the only sentence says that there is no verdict.
     found = {measure.name: measure for measure in measures}
     field, rows = found["receptive_field"].answer, found["receptive_field"].rows
     if field == "unclear":
@@ -40,12 +39,14 @@ def verdict(measures: list[Measure]) -> list[str]:
 
 
 def far_text(found: dict[str, Measure]) -> str:
-    """Return what text beyond the training length does: it helps, harms, does nothing or unclear.
+    """Return a text that says whether text beyond the training length helps or harms the model.
 
     Args:
-        found: The measures by name. `exact_context` tells. If `windowed_twin` says the opposite,
-            the answer is "unclear". Alone, the twin tells nothing: a window also hides the first
-            token, which many models need whatever the text is (an attention sink).
+        found: The measures by name.
     """
+    # The answer is that of the measure `exact_context`. If the measure `windowed_twin` has the
+    # opposite answer, return "unclear". `windowed_twin` alone is no evidence, because its window
+    # also hides the first token. Many models need this token as an attention sink, whatever the
+    # text is.
     exact, twin = found["exact_context"].answer, found["windowed_twin"].answer
     return "unclear" if {exact, twin} == {"helps", "harms"} else exact

@@ -40,7 +40,7 @@ def library(tmp_path, monkeypatch):
 
 
 def test_the_whole_library(tmp_path, capsys):
-    prefix = prepare_builtin("python-stdlib", tmp_path, BYTES)
+    prefix = prepare_builtin("builtin:python-stdlib", tmp_path, BYTES)
     assert "tokenising python-stdlib: 100%" in capsys.readouterr().err
     manifest = read_manifest(prefix)
     shards = join(open_each(prefix, BYTES))
@@ -78,7 +78,7 @@ def test_selection_and_order(library, tmp_path, capsys):
     names = [path.as_posix() for path in stdlib_files()]
     assert sorted(names) == ["a.py", "json/b.py", "latin.py"]
     assert names == ["latin.py", "json/b.py", "a.py"]  # by hash, so the same on every machine
-    prefix = prepare_builtin("python-stdlib", tmp_path / "data", BYTES)
+    prefix = prepare_builtin("builtin:python-stdlib", tmp_path / "data", BYTES)
     assert "/latin.py:2: byte 0xe9 is not valid UTF-8" in capsys.readouterr().err
     source = read_manifest(prefix)["source"]
     assert (source["corpus"], source["skipped"], source["files"][0]["files"]) == (
@@ -89,29 +89,29 @@ def test_selection_and_order(library, tmp_path, capsys):
 
 
 def test_made_once_and_again_if_damaged(library, tmp_path, monkeypatch):
-    prefix = prepare_builtin("python-stdlib", tmp_path, BYTES)
+    prefix = prepare_builtin("builtin:python-stdlib", tmp_path, BYTES)
     content = ShardReader(prefix).tokens.tobytes()
     (library / "new.py").write_text("# the library changes, the prepared data does not\n")
-    assert prepare_builtin("python-stdlib", tmp_path, BYTES) == prefix
+    assert prepare_builtin("builtin:python-stdlib", tmp_path, BYTES) == prefix
     assert ShardReader(prefix).tokens.tobytes() == content
     (library / "new.py").unlink()
     for suffix in (".idx", ".bin", ".json"):
         path = tmp_path / "python-stdlib" / f"{prefix.rsplit('/', 1)[1]}{suffix}"
         path.write_bytes(path.read_bytes()[:-3])
-        assert prepare_builtin("python-stdlib", tmp_path, BYTES) == prefix
+        assert prepare_builtin("builtin:python-stdlib", tmp_path, BYTES) == prefix
         assert ShardReader(prefix).tokens.tobytes() == content
 
 
 def test_tokenizers_do_not_share_a_data_set(library, tmp_path):
     other = build_tokenizer("CharLevelTokenizer")
-    first = prepare_builtin("python-stdlib", tmp_path, BYTES)
-    assert prepare_builtin("python-stdlib", tmp_path, other) != first
+    first = prepare_builtin("builtin:python-stdlib", tmp_path, BYTES)
+    assert prepare_builtin("builtin:python-stdlib", tmp_path, other) != first
     join(open_each(first, BYTES))
 
 
 def test_data_paths(library, tmp_path):
     prefix = resolve_data_path("builtin:python-stdlib", tmp_path, BYTES)
-    assert prefix == prepare_builtin("python-stdlib", tmp_path, BYTES)
+    assert prefix == prepare_builtin("builtin:python-stdlib", tmp_path, BYTES)
     assert resolve_data_path("some/prefix", tmp_path, BYTES) == "some/prefix"
     with pytest.raises(CorpusError, match="unknown corpus builtin:python-stdlb; did you mean buil"):
         resolve_data_path("builtin:python-stdlb", tmp_path, BYTES)
@@ -123,4 +123,4 @@ def test_an_interpreter_without_sources(library, tmp_path, monkeypatch):
     (tmp_path / "empty").mkdir()
     monkeypatch.setattr(corpora, "stdlib_root", lambda: tmp_path / "empty")
     with pytest.raises(CorpusError, match="holds no .py files .*--input"):
-        prepare_builtin("python-stdlib", tmp_path / "data", BYTES)
+        prepare_builtin("builtin:python-stdlib", tmp_path / "data", BYTES)

@@ -90,7 +90,6 @@ def test_partitions_without_documents(tmp_path, run, capsys):
     assert "no document" not in text[1]
     prefixes = find_prefixes(out / "x-*_text_document")
     assert inspect_shards.main([prefixes[0]]) == 0
-    assert not Path(f"{prefixes[0]}.lengths.png").exists()
     assert merge_shards.main([*prefixes, str(out / "merged")]) == 0
     assert len(ShardReader(out / "merged")) == 1
 

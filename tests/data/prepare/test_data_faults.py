@@ -53,7 +53,7 @@ from megatron.data.tokenizers.build import build_tokenizer
 print("ready", flush=True)
 while not pathlib.Path(sys.argv[2]).exists():
     time.sleep(0.001)
-print(prepare_builtin("python-stdlib", sys.argv[1], build_tokenizer("ByteLevelTokenizer")))
+print(prepare_builtin("builtin:python-stdlib", sys.argv[1], build_tokenizer("ByteLevelTokenizer")))
 """
 INDEXER = """
 import hashlib, pathlib, sys, time
@@ -152,7 +152,9 @@ def test_ranks_that_prepare_the_corpus_at_once(start, tmp_path):
     assert len({out for out, _ in results}) == 1
     # One made it and showed its progress; the others waited.
     assert sum("tokenising" in err for _, err in results) == 1
-    alone = prepare_builtin("python-stdlib", tmp_path, build_tokenizer("ByteLevelTokenizer"))
+    alone = prepare_builtin(
+        "builtin:python-stdlib", tmp_path, build_tokenizer("ByteLevelTokenizer")
+    )
     for suffix in (".bin", ".idx", ".json"):
         together = Path(results[0][0].strip() + suffix)
         assert together.read_bytes() == Path(alone + suffix).read_bytes()

@@ -253,7 +253,7 @@ def damaged(tmp_path: Path, name: str) -> Path:
     "name, where",
     [
         ("a.jsonl.gz", r"a\.jsonl\.gz:1\d\d: is truncated or damaged"),
-        ("a.jsonl.zst", r"a\.jsonl\.zst:\d+: is truncated or damaged: .*inside a frame"),
+        ("a.jsonl.zst", r"a\.jsonl\.zst:\d+: is truncated or damaged: .*before the end"),
         ("a.jsonl.xz", r"a\.jsonl\.xz:\d+: is truncated or damaged"),
         ("a.ndjson.bz2", r"a\.ndjson\.bz2:\d+: is truncated or damaged"),
         ("a.dat.zst", r"a\.dat\.zst(:\d+)?: is truncated or damaged"),

@@ -4,13 +4,10 @@ import json
 import shutil
 
 import pytest
-import torch
 
 from megatron.config import load_config
-from megatron.engine.checkpoint.choose_start import choose_start
 from megatron.engine.checkpoint.exchange import export_checkpoint
 from megatron.evaluation.by_length import evaluate_checkpoint
-from megatron.parallel.groups import build_groups
 from megatron.pretraining.run import Job
 from tests.helpers.jobs import tensors_digest
 from tests.helpers.launch import run_ranks
@@ -72,13 +69,3 @@ def test_every_exported_tensor_is_the_same(tmp_path):
     written = export_checkpoint(WRITTEN / "run", tmp_path)
     names = [path.name for path in written.glob("layer_*.pt")]
     assert {name: tensors_digest(written / name) for name in names} == EXPECTED["exported"]
-
-
-@pytest.mark.parametrize("per_token", [True, False])
-def test_the_log_says_that_the_loss_is_averaged_otherwise(tmp_path, per_token):
-    shutil.copytree(WRITTEN / "run", tmp_path / "run")
-    config = config_of(
-        tmp_path, "run", "eod_mask_loss=true", f"calculate_per_token_loss={per_token}"
-    )
-    start = choose_start(config, build_groups(torch.device("cpu")), 1)
-    assert ("calculate_per_token_loss: false to go on as before" in start.text) == per_token

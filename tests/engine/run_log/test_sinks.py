@@ -139,8 +139,8 @@ def test_arithmetic_of_a_token():
     shape = GPTShape(num_layers=12, vocab_size=50304, block=block, max_positions=1024)
     weights = 12 * 12 * 768**2 + 50304 * 768
     assert flops_per_token(shape, 1024) == 6 * weights + 12 * 12 * 768 * 1024
-    speed = Speed(flops_per_token=2e9, devices=4, peak_tflops=10.0)
-    found = speed.metrics(1000.0, torch.device("cpu"))
+    speed = Speed(flops_per_token={1024: 2e9}, devices=4, peak_tflops=10.0)
+    found = speed.metrics(1000.0, [1024], torch.device("cpu"))
     assert found["train/tflops_per_device"] == 0.5 and found["train/mfu"] == 0.05
     assert 0.01 < found["train/memory_gb"] < 1000
     grouped = BlockShape(hidden_size=64, num_heads=8, num_kv_heads=2, activation="swiglu")

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from megatron.data.samples.loader import TrainLoader
-from megatron.engine.training.batches import Counting, next_batches, on_device
+from megatron.engine.training.batches import Counting, cut, next_batches, on_device
 
 
 class Numbers:
@@ -80,3 +80,14 @@ def test_the_divisor_is_the_mean_number_of_targets_of_all_micro_batches():
         ([[1, 9, 6]], [[9, -1, 5]]),
     ]
     assert [float(divisor) for *_, divisor in found if divisor is not None] == [2.0, 2.0]
+
+
+def test_sequences_are_cut_at_equal_lengths_and_keep_every_target():
+    tokens = np.arange(26).reshape(2, 13)
+    found, whole, single = (next(cut(iter([tokens]), length)) for length in (4, 12, 1))
+    assert found.tolist() == [
+        [0, 1, 2, 3, 4], [4, 5, 6, 7, 8], [8, 9, 10, 11, 12],
+        [13, 14, 15, 16, 17], [17, 18, 19, 20, 21], [21, 22, 23, 24, 25],
+    ]  # fmt: skip
+    assert found.flags.writeable and whole is tokens
+    assert single[:, 1].tolist() == tokens[:, 1:].ravel().tolist()

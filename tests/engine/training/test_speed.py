@@ -18,6 +18,7 @@ from megatron.engine.training.speed import (
     flops_per_token,
     keys_per_query,
     known_peak,
+    mean_keys,
     speed_of,
 )
 from megatron.engine.training.step_log import StepLog
@@ -71,6 +72,14 @@ def test_layers_and_corpora_are_weighted(config):
     assert keys_per_query(config(), both) == 16  # documents do not limit what tokens see
 
 
+def test_a_curriculum_has_the_mean_of_its_steps(config):
+    """3 steps see 4 keys and 6 steps 16; the run ends before the stage of 8 that comes last."""
+    stages = [[0, 4], [3, 16], [20, 8], [30, 16]]
+    assert mean_keys(config(curriculum=stages, train_iters=9)) == (3 * 4 + 6 * 16) / 9
+    assert mean_keys(config(curriculum=stages, train_iters=0)) == 4
+    assert mean_keys(config(train_iters=9)) == 16
+
+
 def test_a_window_of_128_in_8192_tokens(config):
     """24 layers of width 1024: 12 h^2 weights each, and a table of 384 rows."""
     full, near = (config(**LONG, **more) for more in ({}, {"sliding_window_width": 128}))
@@ -96,7 +105,7 @@ def test_a_run_measures_its_own_documents(config, tmp_path):
     assert lengths.tolist() == [8] * 32  # the split `80,10,10` of 40 documents
     shape = shape_of(c, 264)
     speed = speed_of(c, shape, CPU, data.document_lengths())
-    assert speed.flops_per_token == 6 * (2 * 12 * 32**2 + 264 * 32) + 12 * 2 * 32 * 8
+    assert speed.flops_per_token[16] == 6 * (2 * 12 * 32**2 + 264 * 32) + 12 * 2 * 32 * 8
 
 
 def test_skipped_steps_count_in_the_speed(config, monkeypatch, tmp_path):
@@ -135,10 +144,10 @@ def test_the_rates_of_four_devices_by_hand(monkeypatch):
     """Of 8,000 tokens/s with 10^9 operations each, four devices have 2 TFLOP/s each."""
     usage = SimpleNamespace(ru_maxrss=10**6)  # KiB
     monkeypatch.setattr("resource.getrusage", lambda who: usage)
-    found = Speed(1e9, 4, peak_tflops=8.0).metrics(8000.0, torch.device("cpu"))
+    found = Speed({16: 1e9}, 4, peak_tflops=8.0).metrics(8000.0, [16], torch.device("cpu"))
     assert found == {"train/tflops_per_device": 2.0, "train/mfu": 0.25, "train/memory_gb": 1.024}
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: 3 * 10**9)
-    found = Speed(1e9, 4, None).metrics(8000.0, torch.device("cuda"))
+    found = Speed({16: 1e9}, 4, None).metrics(8000.0, [16], torch.device("cuda"))
     assert found == {"train/tflops_per_device": 2.0, "train/memory_gb": 3.0}
 
 

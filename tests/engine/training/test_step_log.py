@@ -36,7 +36,7 @@ def log_of(tmp_path):
             metrics=lambda number, values, text: rows.update({number: values | {"text": text}}),
         )
         engine = SimpleNamespace(module=nn.Linear(1, 1), optimizer=optimizer)
-        speed = Speed(0.0, 1, None)
+        speed = Speed({16: 0.0}, 1, None)
         hook = StepLog(config, engine, CPU, SimpleNamespace(columns=theta), speed, log)
         hook.load_state({})
         hook.engine = engine
