@@ -1,34 +1,52 @@
 """Adapt this process to the processor: how its threads wait, and which memory it keeps.
 
-Between two operations of torch, OpenMP's threads spin for a while before they sleep. A training
-step is slower if they do not spin, and several times as slow beside a busy program if they spin for
-long (docs/performance.md), because threads that spin take the processor from threads that work.
+Between two operations of torch, OpenMP's threads spin for a while before they sleep. On an idle
+machine, a training step is faster if they spin for long. Beside a busy program, it is then half as
+fast (docs/performance.md), because threads that spin take the processor from threads that work.
 """
 
 from __future__ import annotations
 
 import ctypes
 import os
+import time
+from pathlib import Path
 
-SPIN = 3_000
-"""How often a waiting thread looks for work before it sleeps: for about 50 microseconds."""
+LONG_SPIN, SHORT_SPIN = 30_000, 3_000
+"""How often a waiting thread looks for work before it sleeps: for about 500 or 50 microseconds."""
 VARIABLES = {"OMP_WAIT_POLICY", "GOMP_SPINCOUNT"}
+SAMPLES, PAUSE = 5, 0.002
+_chosen: list[str] = []
+"""The reason for the choice of `choose_waiting`, as text for the log; empty before the choice."""
 
 
 def choose_waiting() -> None:
-    """Let threads spin `SPIN` times, unless the environment says how they wait.
+    """Choose how long threads spin, by the machine's load, unless the environment says it.
 
     This must run before torch is imported, because its OpenMP library (GCC's) reads the variables
     then.
     """
-    if not VARIABLES & set(os.environ):
-        os.environ.update(OMP_WAIT_POLICY="PASSIVE", GOMP_SPINCOUNT=str(SPIN))
+    if VARIABLES & set(os.environ):
+        return
+    spin, why = spin_count(running_threads(), os.cpu_count() or 1)
+    os.environ.update(OMP_WAIT_POLICY="PASSIVE", GOMP_SPINCOUNT=str(spin))
+    _chosen.append(why)
 
 
 def described_waiting() -> str:
-    """Return a text for the log that says how this process's threads wait."""
+    """Return a text for the log: how this process's threads wait, and why in this way."""
     values = (f"{name}={os.environ[name]}" for name in sorted(VARIABLES) if name in os.environ)
-    return ", ".join(values)
+    return (
+        f"{', '.join(values) or 'default'} ({_chosen[0] if _chosen else 'as the environment says'})"
+    )
+
+
+def waiting_of_children(count: int) -> dict[str, str]:
+    """Return the environment variables for `count` training processes that run at one time.
+
+    Several processes must not spin for long, because they share the machine.
+    """
+    return {"GOMP_SPINCOUNT": str(SHORT_SPIN)} if _chosen and count > 1 else {}
 
 
 def keep_memory() -> None:
@@ -43,3 +61,40 @@ def keep_memory() -> None:
         trim_threshold, mmap_threshold = -1, -3  # of malloc.h
         mallopt(trim_threshold, 2**31 - 1)
         mallopt(mmap_threshold, 32 << 20)
+
+
+def spin_count(running: int | None, processors: int) -> tuple[int, str]:
+    """Return the number of spins and the reason.
+
+    Args:
+        running: The number of other threads that run on this machine, or None if it is unknown.
+    """
+    if running is None:  # so `sched_getaffinity` may be missing, too
+        return SHORT_SPIN, "the load of this machine is unknown"
+    given = os.environ.get("OMP_NUM_THREADS", "")
+    threads = int(given) if given.isdecimal() else len(os.sched_getaffinity(0))
+    if is_limited(threads):
+        return SHORT_SPIN, f"this container may use fewer than {threads} processors"
+    load = f"{running} other threads ran at the start, on {processors} processors"
+    return (LONG_SPIN if threads + running <= processors else SHORT_SPIN), load
+
+
+def running_threads(source: Path = Path("/proc/loadavg")) -> int | None:
+    """Return how many threads run or wait for a processor, this one not counted, or None."""
+    counts = []
+    for _ in range(SAMPLES):
+        try:
+            counts.append(int(source.read_text().split()[3].partition("/")[0]) - 1)
+        except (OSError, IndexError, ValueError):  # not Linux
+            return None
+        time.sleep(PAUSE)
+    return sorted(counts)[SAMPLES // 2]
+
+
+def is_limited(threads: int, source: Path = Path("/sys/fs/cgroup/cpu.max")) -> bool:
+    """Return whether a control group gives this process less time than `threads` can use."""
+    try:
+        quota, period = source.read_text().split()
+    except (OSError, ValueError):
+        return False
+    return quota != "max" and int(quota) < threads * int(period)
