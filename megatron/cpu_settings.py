@@ -52,9 +52,9 @@ def waiting_of_children(count: int) -> dict[str, str]:
 def keep_memory() -> None:
     """Let the process keep freed memory, instead of returning it to the system.
 
-    The next step then uses this memory again, without a page fault for every 4 kB. The largest
-    amount of memory in use stays the same. This sets the two sizes above which glibc's `malloc`
-    returns memory to the largest values that it allows. Other C libraries are left as they are.
+    The next training step then reuses this memory, without a page fault for every 4 kB. The peak
+    memory stays the same. The function sets two thresholds of glibc's `malloc` to their largest
+    values. It does nothing with other C libraries.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:

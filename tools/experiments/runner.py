@@ -15,6 +15,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import IO, Any
 
+from megatron.cpu_settings import waiting_of_children
 from megatron.errors import UserError
 from megatron.files import without_waiting
 from megatron.readable_numbers import clock
@@ -80,6 +81,7 @@ class Runner:
         self, devices: Sequence[str], say: Callable[[str], None], changed: Callable[[], object]
     ):
         self._free, self._say, self._changed = deque(devices), say, changed
+        self._most = len(devices)
         self._running: list[_Running] = []
         self.failed: list[Cell] = []
         self.left: list[Cell] = []
@@ -155,7 +157,7 @@ class Runner:
             path.unlink(missing_ok=True)
         device, before = self._free[0], share_done(cell)
         environ = os.environ | ({"CUDA_VISIBLE_DEVICES": device} if device else {})
-        environ |= given
+        environ |= waiting_of_children(self._most) | given
         with open(RunFolder(cell.folder).log, "ab", opener=without_waiting) as log:
             process = start(command_of(cell), log, environ)
         self._free.popleft()
