@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import io
 import itertools
 import json
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -15,54 +13,21 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-import yaml
 
-import generate as command
 from megatron.config import load_config
 from megatron.data.tokenizers.build import build_tokenizer
 from megatron.engine.open_run import open_run
 from megatron.entry import INTERRUPTED, NOBODY_READS
 from megatron.generation import loop
 from megatron.parallel.groups import build_groups
+from tests.generation.conftest import WRITTEN, run_with
 from tests.helpers.jobs import seal_again
 from tests.helpers.launch import free_port, run_script
-from tests.helpers.paths import FIXTURES, ROOT
+from tests.helpers.paths import ROOT
 
-WRITTEN = FIXTURES / "checkpoint"
 BYTES = build_tokenizer("ByteLevelTokenizer")
 TRAINED = 16  # the training length of the stored run
 GREEDY = ("--temperature", 0)
-
-
-@pytest.fixture(scope="module")
-def run(tmp_path_factory):
-    """Return the stored run's folder, with the `config.yml` that a run has."""
-    return run_with(tmp_path_factory.mktemp("stored"), "run")
-
-
-def run_with(folder, name, **changes):
-    shutil.copytree(WRITTEN / name, folder / name)
-    values = yaml.safe_load((WRITTEN / "config.yml").read_text()) | changes
-    (folder / name / "config.yml").write_text(yaml.safe_dump(values))
-    return folder / name
-
-
-@pytest.fixture
-def call(monkeypatch, capsysbinary):
-    """Return a function that runs generate.py here, and returns stdout and stderr."""
-
-    def run_here(*args, code=0):
-        monkeypatch.setattr(sys, "argv", ["generate.py", *map(str, args)])
-        found = 0
-        try:
-            found = command.main()
-        except SystemExit as end:
-            found = end.code
-        out, err = (text.decode() for text in capsysbinary.readouterr())
-        assert found == code, err
-        return out, err
-
-    return run_here
 
 
 @pytest.mark.parametrize("length", [3, 40])
@@ -80,19 +45,6 @@ def test_greedy_text_to_sixteen_times_the_training_length(run, call, monkeypatch
     with torch.no_grad():
         best = model(ids)[0, :, : BYTES.vocab_size].argmax(-1)
     assert ids.shape[1] == 16 * TRAINED and torch.equal(best[length - 1 : -1], ids[0, length:])
-
-
-def test_lines_are_continued_until_the_input_ends(run, call, monkeypatch):
-    """Each line has the text that it has in a list of prompts, with its random numbers."""
-    monkeypatch.setattr(sys, "stdin", io.StringIO("import os\n\nab\r\nlast"))
-    some = ("--load", run, "--max-new-tokens", 9)
-    out, err = call(*some, "--interactive")
-    assert err.count("> ") == 4 and err.count("9 new tokens") == 3
-    prompts = [x for prompt in ("import os", "ab", "last") for x in ("--prompt", prompt)]
-    assert out == call(*some, *prompts)[0]
-    monkeypatch.setattr(sys, "stdin", io.StringIO(""))
-    assert call(*some, "--interactive")[0] == ""
-    assert "not allowed with" in call(*some, "--interactive", "--prompt", "a", code=2)[1]
 
 
 def test_a_prompt_follows_the_token_that_begins_documents(run, call, monkeypatch):

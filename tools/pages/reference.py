@@ -39,6 +39,7 @@ default that is "derived" follows from other keys. One of the three batch sizes 
 _TOGETHER = {
     "fp16.enabled fp16.type bf16.enabled": "`precision`",
     "checkpoint_factor": "`save_interval`",
+    "curriculum_learning": "`curriculum`, if `schedule_type` is `fixed_discrete`",
     "lr_decay_fraction": "`lr_decay_iters`, as a fraction of `train_iters`",
     "expansion_factor": "`intermediate_size`, as a multiple of `hidden_size`",
     "attention_config": "a check that every layer is `global` or `flash`; no choice of a backend",
