@@ -6,6 +6,8 @@ import importlib.util
 import json
 from pathlib import Path
 
+from megatron import pictures
+
 FUSED, FLASH = "fused kerple_log", "sdpa flash"
 FLOORS = {"published": "against published", "flex table": "against flex table",
           "flex [H]": "against flex [H]"}  # fmt: skip
@@ -154,31 +156,21 @@ def plot(report: dict, path: Path) -> str:
     rows = [r for r in report["timings"] if "forward_backward_tflops" in r]
     if not rows:
         return "No plot: nothing has been timed forward and backward yet."
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
     sizes = sorted({r["E"] for r in rows})
-    figure, axes = pyplot.subplots(
-        1, len(sizes), figsize=(6.5 * len(sizes), 4.5), squeeze=False, sharey=True
-    )
     names = list(dict.fromkeys(r["variant"] for r in rows))
-    for axis, size in zip(axes[0], sizes, strict=True):
-        for n, name in enumerate(names):
-            points = {r["T"]: r["forward_backward_tflops"] for r in rows
-                      if (r["variant"], r["E"]) == (name, size)}  # fmt: skip
-            style = "-o" if name.startswith("fused") else "--s"
-            x = sorted(points)
-            axis.plot(x, [points[t] for t in x], style, color=f"C{n}", label=name, markersize=4)
-        axis.set(xscale="log", yscale="log", xlabel="T", title=f"heads of {size}")
-        axis.set_xticks(sorted({r["T"] for r in rows}), labels=sorted({r["T"] for r in rows}))
-        axis.minorticks_off()
-        axis.grid(alpha=0.3)
-    axes[0][0].set_ylabel("TFLOP/s, forward + backward")
-    axes[0][0].legend(fontsize=7)
-    figure.suptitle(f"{report['setting']['device']}, {report['setting']['dtype']}, causal")
-    figure.tight_layout()
-    figure.savefig(path, dpi=120)
-    pyplot.close(figure)
+    s = report["setting"]
+    title = f"Attention, forward and backward, causal, {s['dtype']}\n{s['device']}, {s['date']}"
+    with pictures.in_style():
+        figure, plots = pictures.panels(title, len(sizes))
+        for axes, size in zip(plots, sizes, strict=True):
+            for n, name in enumerate(names):
+                points = {r["T"]: r["forward_backward_tflops"] for r in rows
+                          if (r["variant"], r["E"]) == (name, size)}  # fmt: skip
+                x = sorted(points)
+                pictures.curve(axes, x, [points[t] for t in x], name, number=n)
+            pictures.length_axis(axes, sorted({r["T"] for r in rows}), "tokens")
+            pictures.value_axis(axes, [r["forward_backward_tflops"] for r in rows])
+            axes.set(ylabel="TFLOP/s", title=f"heads of {size}")
+        pictures.label_lines(plots)
+        pictures.save(figure, path)
     return f"![TFLOP/s by length]({path.name})"

@@ -18,6 +18,7 @@ from megatron import entry
 # isort: split
 import numpy as np
 
+from megatron import pictures
 from megatron.data.errors import ShardError
 from megatron.data.shards.manifest import read_manifest
 from megatron.data.shards.matching_tokenizer import check_tokenizer
@@ -128,17 +129,16 @@ def check_tokens(shards: ShardReader, manifest: dict | None, vocab_size: int | N
             )
 
 
+@pictures.in_style()
 def draw_lengths(sizes: np.ndarray, path: str, title: str) -> None:
     """Draw a histogram of document lengths, with logarithmic axes, to the PNG file `path`."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(7, 4), layout="constrained")
-    axes = figure.subplots()
+    figure, [axes] = pictures.panels(f"{title}: {len(sizes):,} documents")
     longest = max(2, int(sizes.max(initial=1)))
-    axes.hist(np.maximum(sizes, 1), bins=np.geomspace(1, longest + 1, 60).tolist(), color="#4878a8")
+    counts, *_ = axes.hist(np.maximum(sizes, 1), bins=np.geomspace(1, longest + 1, 60).tolist())
     axes.set(xscale="log", yscale="log", xlabel="tokens in the document", ylabel="documents")
-    axes.set_title(f"{title}: {len(sizes):,} documents")
-    figure.savefig(path, dpi=120)
+    pictures.plain_ticks(axes.xaxis, 1, longest)
+    pictures.plain_ticks(axes.yaxis, 1, max(2, float(np.max(counts))))
+    pictures.save(figure, Path(path))
 
 
 def print_documents(shards: ShardReader, tokenizer: Tokenizer, count: int, characters: int) -> None:

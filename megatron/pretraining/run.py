@@ -268,7 +268,7 @@ class Job:
         if by_length and (c.logging.tensorboard_dir or c.logging.use_wandb):
             theta_HN = self.theta.master_of_all_heads()
             if self.groups.is_main and pos.has("distance"):
-                draw_kernels(pos, theta_HN, c, self.run_dir)
+                draw_kernels(pos, theta_HN, c, self.run_dir, step)
                 log.pictures(step, self.run_dir, "kernels*.png")
         return found
 

@@ -13,7 +13,7 @@ import math
 import pytest
 from PIL import Image
 
-from megatron.evaluation import length_report
+from megatron import pictures as drawing
 from tests.helpers.board import pictures, scalars
 from tests.helpers.jobs import rows, train_run, write_shards
 from tests.helpers.launch import run_ranks
@@ -31,8 +31,7 @@ TASK = {
 def train(groups, folder):
     png = io.BytesIO()
     Image.new("RGB", (3, 2)).save(png, "PNG")
-    length_report.figure_png = lambda figure: png.getvalue()
-    length_report.write_kernels = lambda *arguments: arguments[-1].write_bytes(png.getvalue())
+    drawing.save = lambda figure, path: path.write_bytes(png.getvalue())
     board = {"tensorboard_dir": str(folder / "board"), "peak_theoretical_tflops": 0.5}
     train_run(groups, folder / "text", write_shards(folder), KEYS | TEXT | board)
     train_run(groups, folder / "task", "builtin:copy", KEYS | TASK)

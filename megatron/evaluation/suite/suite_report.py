@@ -6,12 +6,17 @@ import json
 import math
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from megatron.evaluation.length_report import csv_of, figure_png, mark_training_length
+from megatron import pictures
+from megatron.evaluation.length_report import csv_of
 from megatron.evaluation.suite.intervals import LEVEL
 from megatron.evaluation.suite.measure import Measure
 from megatron.files import write_bytes, write_text
+from megatron.readable_numbers import now
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 PAGE, DATA = "report.md", "report.json"
 
@@ -49,7 +54,7 @@ def write_report(report: Report, folder: Path, train_length: int) -> None:
             parts.append(_table(measure))
         if measure.drawn and len(measure.rows) > 2:
             picture = f"{measure.name}.png"
-            write_bytes(folder / picture, _picture(measure, train_length))
+            pictures.save(_picture(measure, train_length, report.title), folder / picture)
             parts.append(f"![{measure.title}]({picture})")
     parts.append(
         f"Intervals have a level of {LEVEL:.0f}%, by bootstrap over documents (or, for induction, "
@@ -97,29 +102,28 @@ def _shown(value: Any) -> str:
     return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
-def _picture(measure: Measure, train_length: int) -> bytes:
-    """Plot the results of `measure` with their intervals, and return the PNG.
+@pictures.in_style()
+def _picture(measure: Measure, train_length: int, title: str) -> Figure:
+    """Plot the results of `measure` with their intervals.
 
     The first entry of `Row.at` is the x axis. Each combination of the other entries is a curve.
     """
     import pandas as pd
-    from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(7.0, 4.0), layout="constrained")
-    axes = figure.add_subplot()
     label, *others = measure.rows[0].at
     table = pd.DataFrame([row.flat() for row in measure.rows])
     table["curve"] = [
         ", ".join(f"{name} {row.at[name]}" for name in others) for row in measure.rows
     ]
-    for name, curve in table.sort_values(label, kind="stable").groupby("curve"):
-        ends = [(curve["value"] - curve[end]).abs() for end in ("low", "high")]
-        style = {"marker": "o", "markersize": 4, "capsize": 3, "label": name}
-        axes.errorbar(curve[label], curve["value"], yerr=ends, **style)
-    axes.set_xscale("log", base=2)
-    axes.xaxis.set_major_formatter("{x:g}")
-    mark_training_length(axes, train_length)
-    axes.set(xlabel=f"{label} (tokens)", ylabel=measure.unit, title=measure.title)
-    axes.grid(alpha=0.3)
-    axes.legend(frameon=False, fontsize="x-small", ncols=1 + len(axes.containers) // 12)
-    return figure_png(figure)
+    curves = [*table.sort_values(label, kind="stable").groupby("curve")]
+    groups = pictures.divided(curves)
+    figure, plots = pictures.panels(f"{measure.title}\n{title}, {now()[:10]}", len(groups))
+    for axes, group in zip(plots, groups, strict=True):
+        for number, (name, curve) in enumerate(group):
+            spread = [curve[end].fillna(curve["value"]) for end in ("low", "high")]
+            pictures.curve(axes, curve[label], curve["value"], str(name), spread, number)
+        pictures.length_axis(axes, [*table[label].unique()], f"{label} (tokens)", train_length)
+        axes.yaxis.set_major_formatter(pictures.PLAIN)
+        axes.set_ylabel(measure.unit)
+    pictures.label_lines(plots)
+    return figure
