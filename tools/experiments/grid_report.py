@@ -262,6 +262,7 @@ def page(
     environment = jinja2.Environment(loader=loader, autoescape=True, trim_blocks=True)
     environment.filters["base64"] = _base64
     environment.filters["numbers"] = _numbers
+    environment.filters["sentence"] = lambda text: text[:1].upper() + text[1:]
     environment.filters["table"] = lambda table: table.to_html(index=False, border=0)
     return environment.get_template("grid_report.html.j2").render(
         about=head, sections=found, verdicts=verdicts, remarks=remarks, moved_note=MOVED_NOTE

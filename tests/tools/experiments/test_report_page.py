@@ -35,7 +35,9 @@ def test_run_folders_are_tabulated_without_a_grid(tmp_path, capsys):
     assert "| alibi | 1 | 5.000 | 10.00 |" in out
     html = (tmp_path / "out" / "report.html").read_text()
     for curve in ("perplexity", "loss by position", "loss by context"):
-        assert html.count(f"<figcaption>{curve.capitalize()} by length</figcaption>") == 1
+        assert (
+            html.count(f"<figcaption>{curve[:1].upper() + curve[1:]} by length</figcaption>") == 1
+        )
     latex = (tmp_path / "out" / "tables.tex").read_text()
     assert r"rotary & 2 & 10.00 $\pm$ 1.41 & 20.00 $\pm$ 2.83 \\" in latex
 
@@ -65,9 +67,9 @@ def test_verdicts_come_first_and_the_commands_last():
     html = page(verdicts, ["rotary-2: failed"])
     shown = re.sub(r"\s+", " ", re.sub(r"<[^>]+>", " ", html.partition("<body>")[2]))
     order = [
-        *("A &lt;title&gt;", "Why?", "Two sentences.", "Verdicts", "holds (P1): alibi is"),
+        *("A &lt;title&gt;", "Why?", "Two sentences.", "Verdicts", "Holds (P1): alibi is"),
         "-4.39%, 95% interval -5.85 to -2.92, 5 seeds, p = 0.0006 (0.0019 after Holm",
-        *("not tested (P2): alibi is equal to rotary. Too few runs", "All runs", "Remarks"),
+        *("Not tested (P2): alibi is equal to rotary. Too few runs", "All runs", "Remarks"),
         *("rotary-2: failed", "How to rebuild", "python b", "commit 1"),
     ]
     places = [shown.index(each) for each in order]
