@@ -20,10 +20,11 @@ from __future__ import annotations
 
 import errno
 import os
+import shutil
 import stat
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -106,15 +107,19 @@ class RunLog:
         for sink in self._sinks:
             self.line(sink.about)
 
-    def line(self, text: str) -> None:
+    def line(self, text: str, *shorter: str) -> None:
         """Print one line on stdout and append it to `log.txt`.
 
+        A terminal on which `text` would wrap shows the first of `shorter` that fits, or the last.
         If stdout is a file on a full disk, the line is lost. The same holds for `log.txt`. If
         stdout is `log.txt` itself, as in a cell of a sweep, the line is there once.
         """
         if not self.is_main:
             return
         timed, file = f"{now()} {text}", _file_of(sys.stdout)
+        if shorter and sys.stdout.isatty():
+            width = shutil.get_terminal_size().columns
+            text = next((each for each in (text, *shorter) if len(each) <= width), shorter[-1])
         if self._bar is not None:
             self._bar.clear()
         try:
@@ -129,27 +134,36 @@ class RunLog:
                 if not (file and os.path.samestat(file, os.fstat(kept.fileno()))):
                     kept.write(f"{timed}\n".encode())
 
-    def progress(self, step: int, steps: int) -> None:
-        """Rewrite the progress line: `step` of `steps`, the steps per second, and the time left.
+    def progress(self, step: int, steps: int, text: str) -> None:
+        """Rewrite the progress line: `step` of `steps`, and a text about the training.
 
         Nothing is printed if stdout is not a terminal.
         """
         if not self.is_main or not sys.stdout.isatty():
             return
         if self._bar is None:
-            form = "step {n_fmt}/{total_fmt} |{bar}| {rate_fmt} | ETA {remaining}"
+            form = "step {n_fmt}/{total_fmt} |{bar}| {desc}"
             self._bar = tqdm(
-                total=steps, initial=step, file=sys.stdout, bar_format=form, unit=" steps",
-                leave=False, dynamic_ncols=True,
+                total=steps, initial=step, file=sys.stdout, bar_format=form, leave=False,
+                dynamic_ncols=True,
             )  # fmt: skip
+        self._bar.set_description_str(text, refresh=False)
         self._bar.update(step - self._bar.n)
 
-    def metrics(self, step: int, values: Mapping[str, Metric], *, text: str | None = None) -> None:
+    def metrics(
+        self,
+        step: int,
+        values: Mapping[str, Metric],
+        *,
+        text: str | None = None,
+        shorter: Sequence[str] = (),
+    ) -> None:
         """Record the metrics of a step in `metrics.jsonl`, TensorBoard and wandb.
 
         Args:
             values: Maps each metric's name to a number, a 0-d tensor, or a nested list of these.
             text: A line to print on the console; None prints nothing.
+            shorter: Shorter texts, for narrow terminals (see `line`).
         """
         if not self.is_main:
             return
@@ -159,7 +173,7 @@ class RunLog:
             self._append(self._path, json_line({"step": step} | times | row))
         self._send("log", row)
         if text is not None:
-            self.line(text)
+            self.line(text, *shorter)
 
     def pictures(self, step: int, folder: Path, pattern: str = "*.png") -> None:
         """Show the PNG files in `folder`, drawn after `step`, in TensorBoard and wandb."""

@@ -117,20 +117,35 @@ def test_a_terminal_has_one_progress_line_that_is_rewritten(tmp_path, monkeypatc
     monkeypatch.setattr("tqdm.std.tqdm.monitor_interval", 0)  # start no thread
     with RunLog(tmp_path, is_main=True) as log:
         for step in (1, 2, 3):
-            log.progress(step, 1000)
+            log.progress(step, 1000, f"loss {step}.5 | 9 tokens/s | ETA 0:00:0{step}")
         log.line("a line")
     lines = screen.getvalue().split("\n")
     assert len(lines) == 2  # the line, and the progress that is rewritten by carriage returns
     last = lines[0].split("\r")
     assert last[-1] == "a line" and last[-2].strip() == ""
-    assert "step 3/1000" in lines[1] and "ETA" in lines[1] and "steps/s" in lines[1]
+    assert "step 3/1000 |" in lines[1] and "| loss 3.5 | 9 tokens/s | ETA 0:00:03" in lines[1]
+    assert "\x1b[" not in screen.getvalue()  # no colour
+
+
+@pytest.mark.parametrize(("columns", "shown"), [(12, "a long line"), (8, "shorter"), (4, "short")])
+def test_a_line_does_not_wrap_on_a_terminal_and_is_whole_in_the_log(
+    tmp_path, monkeypatch, columns, shown
+):
+    monkeypatch.setenv("COLUMNS", str(columns))
+    monkeypatch.setattr("sys.stdout", screen := Terminal())
+    with RunLog(tmp_path, is_main=True) as log:
+        log.metrics(1, {}, text="a long line", shorter=["shorter", "short"])
+    assert screen.getvalue() == f"{shown}\n"
+    assert (tmp_path / "log.txt").read_text().endswith(" a long line\n")
 
 
 def test_a_file_has_no_progress_line(tmp_path, capsys):
     with RunLog(tmp_path, is_main=True) as log:
-        log.progress(1, 1000)
+        log.progress(1, 1000, "loss 2")
+        log.metrics(1, {}, text="a line that is longer than any terminal" * 9, shorter=["short"])
         log.line("a line")
-    assert capsys.readouterr().out == "a line\n"
+    said = capsys.readouterr().out.splitlines()
+    assert said == ["a line that is longer than any terminal" * 9, "a line"]
 
 
 def test_arithmetic_of_a_token():
