@@ -122,7 +122,8 @@ class StepLog(Hook):
             values["train/grad_norm"] = float(step.norm)
             text += f" | grad norm {float(step.norm):.3f}"
         self._said, self._seconds = f"loss {loss:.4f} | {rate:,.0f} tokens/s", seconds
-        text += f" | {rate:,.0f} tokens/s | ETA {self._eta(step)}"
+        text += f" | {rate:,.0f} tokens/s"
+        eta = f" | ETA {self._eta(step)}"
         shown, ends = [], []
         for name, column in self.theta.columns().items():
             low, high = column.min().item(), column.max().item()
@@ -130,8 +131,7 @@ class StepLog(Hook):
             values[f"theta/{name}"] = column.tolist()
             shown.append(f"{name} {low:.3g}..{high:.3g}")
             ends += low, high
-        texts = [text]
-        if shown:
-            short = f" | theta {min(ends):.2g}..{max(ends):.2g}"
-            texts = [f"{text} | theta {', '.join(shown)}", text + short, text]
-        self.log.metrics(step.number, values, text=texts[0], shorter=texts[1:])
+        theta = f" | theta {', '.join(shown)}" if shown else ""
+        # A terminal has the time left in its progress line, too.
+        short = [f"{text} | theta {min(ends):.2g}..{max(ends):.2g}"] if shown else []
+        self.log.metrics(step.number, values, text=text + eta + theta, shorter=[*short, text])

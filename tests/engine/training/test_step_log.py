@@ -85,7 +85,7 @@ def test_theta_is_shown_by_its_extremes(log_of):
     _, rows, _ = log_of([2.0, 2.0], theta=lambda: columns)
     row = rows[2]
     assert row["text"].endswith(" | theta a 1..3, p 0.25..0.5")
-    line = row["text"].partition(" | theta")[0]
+    line = row["text"].partition(" | ETA")[0]
     assert row["shorter"] == [f"{line} | theta 0.25..3", line]
     assert [row[f"theta/{name}"] for name in ("a_min", "a_max", "p_min", "p_max")] == [
         1.0, 3.0, 0.25, 0.5
