@@ -53,6 +53,7 @@ class RunLog:
             are in a subfolder of `tensorboard_dir` with the name of `run_dir`.
         is_main: Whether this process is the main rank.
         config: The resolved flat configuration, which TensorBoard and wandb show with the run.
+        card: The run in words, which TensorBoard and wandb show with it.
         append: Whether to continue an existing `metrics.jsonl` and its wandb run.
         last_step: The step from which a run with `append` resumes. Rows of later steps are removed
             from `metrics.jsonl`. None removes no rows, because another job may be writing the file.
@@ -71,6 +72,7 @@ class RunLog:
         *,
         is_main: bool,
         config: Mapping[str, Any] | None = None,
+        card: str = "",
         append: bool = False,
         last_step: int | None = None,
         confirm: Callable[[], None] | None = None,
@@ -89,9 +91,10 @@ class RunLog:
         if settings.tensorboard_dir and run_dir is not None:
             lines = [f"    {key}: {value}" for key, value in (config or {}).items()]
             board = Path(settings.tensorboard_dir) / run_dir.resolve().name
-            self._sinks.append(TensorBoard(board, "\n".join(lines)))
+            texts = {"card": card.replace("\n", "\n\n"), "config": "\n".join(lines)}
+            self._sinks.append(TensorBoard(board, texts))
         if settings.use_wandb:
-            self._sinks.append(Wandb(run_dir, settings, config or {}, append))
+            self._sinks.append(Wandb(run_dir, settings, config or {}, card, append))
         if run_dir is not None:
             run_dir.mkdir(parents=True, exist_ok=True)
             path, self._text = RunFolder(run_dir).metrics, RunFolder(run_dir).log

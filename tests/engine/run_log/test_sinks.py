@@ -17,7 +17,7 @@ from megatron.engine.errors import RunLogError
 from megatron.engine.run_log.log import RunLog
 from megatron.engine.training.speed import Speed, flops_per_token
 from megatron.model.shape import BlockShape, GPTShape
-from tests.helpers.board import pictures, scalars
+from tests.helpers.board import chart, pictures, scalars, texts
 from tests.helpers.paths import ROOT
 
 
@@ -27,16 +27,19 @@ def log_at(folder: Path, **options) -> RunLog:
 
 
 def test_it_shows_each_number_and_picture(tmp_path, capsys):
-    with log_at(tmp_path, config={"hidden_size": 64}) as log:
+    with log_at(tmp_path, config={"hidden_size": 64}, card="a model\na text") as log:
         log.metrics(10, {"train/loss": torch.tensor(1.5), "theta/bias_p": [0.5, math.inf]})
         Image.new("RGB", (4, 2), "red").save(tmp_path / "kernels.png")
         log.pictures(10, tmp_path)
         shown = scalars(tmp_path / "board/run")  # before the log is closed
     assert shown == {
-        "train/loss": {10: [1.5]},
-        "theta/bias_p/0": {10: [0.5]},
-        "theta/bias_p/1": {10: [math.inf]},
+        "1_loss/train": {10: [1.5]},
+        "4_theta/bias_p/0": {10: [0.5]},
+        "4_theta/bias_p/1": {10: [math.inf]},
     }
+    assert texts(tmp_path / "board/run") == {
+        "card": "a model\n\na text", "config": "    hidden_size: 64"
+    }  # fmt: skip
     [(step, png)] = pictures(tmp_path / "board/run", "pictures/kernels")
     image = Image.open(io.BytesIO(png))
     assert step == 10 and image.size == (4, 2) and image.getpixel((3, 1)) == (255, 0, 0)
@@ -56,20 +59,35 @@ def test_a_resumed_run_shows_no_step_twice(tmp_path):
             log.metrics(2, {"validation/loss": again})
             log.metrics(3, {"loss": again})
     expected = {
-        "loss": {1: [0.125], 3: [9.5]},
-        "lr": {1: [0.5], 2: [0.5]},
-        "validation/loss": {2: [9.5]},
+        "5_loss": {1: [0.125], 3: [9.5]},
+        "5_lr": {1: [0.5], 2: [0.5]},
+        "1_loss/validation": {2: [9.5]},
     }
     assert scalars(tmp_path / "board/run") == expected
     with log_at(tmp_path, append=True, last_step=3) as log:
         log.metrics(4, {"loss": 1.0})
         log.go_back(3)
         log.metrics(4, {"loss": 2.0})
-    expected["loss"] |= {4: [2.0]}
+    expected["5_loss"] |= {4: [2.0]}
     assert scalars(tmp_path / "board/run") == expected
     with log_at(tmp_path) as log:  # a new run from step 0 in the same folder
         log.metrics(1, {"loss": 3.0})
-    assert scalars(tmp_path / "board/run") == {"loss": {1: [3.0]}}
+    assert scalars(tmp_path / "board/run") == {"5_loss": {1: [3.0]}}
+
+
+def test_losses_come_first_and_final_results_last(tmp_path):
+    names = ["compile/graphs", "final/test_loss", "theta/bias_p_max", "train/loss", "train/lr",
+             "train/loss_scale", "validation/loss", "validation/loss_at_64",
+             "validation/perplexity"]  # fmt: skip
+    with log_at(tmp_path) as log:
+        log.metrics(1, dict.fromkeys(names, 1.0))
+    shown = sorted(scalars(tmp_path / "board/run"))  # as TensorBoard sorts its charts
+    assert shown == [
+        "1_loss/train", "1_loss/validation", "1_loss/validation_at_64", "2_validation/perplexity",
+        "3_train/loss_scale", "3_train/lr", "4_theta/bias_p_max", "5_compile/graphs",
+        "9_final/test_loss",
+    ]  # fmt: skip
+    assert shown == sorted(map(chart, names))
 
 
 def test_other_ranks_write_no_events(tmp_path):
