@@ -160,17 +160,16 @@ def plot(report: dict, path: Path) -> str:
     names = list(dict.fromkeys(r["variant"] for r in rows))
     s = report["setting"]
     title = f"Attention, forward and backward, causal, {s['dtype']}\n{s['device']}, {s['date']}"
-    with pictures.in_style():
-        figure, plots = pictures.panels(title, len(sizes))
-        for axes, size in zip(plots, sizes, strict=True):
-            for n, name in enumerate(names):
-                points = {r["T"]: r["forward_backward_tflops"] for r in rows
-                          if (r["variant"], r["E"]) == (name, size)}  # fmt: skip
-                x = sorted(points)
-                pictures.curve(axes, x, [points[t] for t in x], name, number=n)
-            pictures.length_axis(axes, sorted({r["T"] for r in rows}), "tokens")
-            pictures.value_axis(axes, [r["forward_backward_tflops"] for r in rows])
-            axes.set(ylabel="TFLOP/s", title=f"heads of {size}")
-        pictures.label_lines(plots)
-        pictures.save(figure, path)
+    groups = []
+    for size in sizes:
+        groups.append([])
+        for name in names:
+            points = {r["T"]: r["forward_backward_tflops"] for r in rows
+                      if (r["variant"], r["E"]) == (name, size)}  # fmt: skip
+            x = sorted(points)
+            groups[-1].append(pictures.Curve(name, x, [points[t] for t in x]))
+    figure = pictures.by_length(title, groups, "tokens", "TFLOP/s")
+    for axes, size in zip(figure.axes, sizes, strict=True):
+        axes.set_title(f"heads of {size}", loc="left")
+    pictures.save(figure, path)
     return f"![TFLOP/s by length]({path.name})"

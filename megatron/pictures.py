@@ -13,8 +13,9 @@ from __future__ import annotations
 import io
 import math
 import textwrap
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -31,6 +32,26 @@ MOST_LINES = 8  # in one plot; the style has as many colours
 STEEP = 3.0  # positive values this many times apart get a logarithmic axis
 PLAIN = "{x:,.12g}"  # the format of numbers on axes
 _DARK = "@media (prefers-color-scheme: dark) {svg {filter: invert(.9) hue-rotate(180deg)}}"
+
+
+@dataclass(frozen=True)
+class Curve:
+    """A curve over lengths.
+
+    Attributes:
+        x, y: The points, in the order of x. Each has a marker.
+        band: The low and the high end of the interval around each point.
+        number: The number of the colour and the marker in the style. None is the place of the curve
+            in its plot.
+        style: Settings of matplotlib that differ from the style.
+    """
+
+    name: str
+    x: Any
+    y: Any
+    band: tuple[Any, Any] | None = None
+    number: int | None = None
+    style: Mapping[str, Any] = field(default_factory=dict)
 
 
 @contextmanager
@@ -63,26 +84,50 @@ def panels(title: str, count: int = 1, height: float = 3.8) -> tuple[Figure, lis
     return figure, axes[:count]
 
 
+@in_style()
+def by_length(
+    title: str,
+    groups: Sequence[Sequence[Curve]],
+    xlabel: str,
+    ylabel: str,
+    trained: int = 0,
+    fit: bool = True,
+) -> Figure:
+    """Draw a plot for each group of curves, over lengths on a scale of powers of two.
+
+    Args:
+        trained: The length in training, which the plots mark; 0 marks none.
+        fit: Whether the y axis is fitted to the curves, and logarithmic if they are far apart.
+    """
+    import matplotlib
+
+    figure, plots = panels(title, len(groups), 3.8 if len(groups) == 1 else 3.4)
+    cycle = list(matplotlib.rcParams["axes.prop_cycle"])
+    for axes, group in zip(plots, groups, strict=True):
+        axes.yaxis.set_major_formatter(PLAIN)
+        for place, curve in enumerate(group):
+            look = cycle[(place if curve.number is None else curve.number) % len(cycle)]
+            axes.plot(curve.x, curve.y, label=curve.name, **look | curve.style)
+            if curve.band is not None:
+                axes.fill_between(curve.x, *curve.band, color=look["color"], alpha=0.18)
+        lengths = sorted({int(x) for curve in group for x in curve.x})
+        shown = lengths[:: math.ceil(len(lengths) / 9)]
+        axes.set_xscale("log", base=2)
+        axes.set_xticks(shown, [f"{length:,}" for length in shown])
+        axes.minorticks_off()
+        axes.set(xlabel=xlabel, ylabel=ylabel)
+        if trained:
+            mark_training_length(axes, trained)
+        if fit:
+            _fit(axes, np.concatenate([each for c in group for each in (c.y, *(c.band or ()))]))
+    label_lines(plots)
+    return figure
+
+
 def divided(curves: Sequence[Any]) -> list[list[Any]]:
     """Divide curves into the fewest groups of at most MOST_LINES, which are about equally large."""
     size = math.ceil(len(curves) / math.ceil(len(curves) / MOST_LINES))
     return [list(curves[start : start + size]) for start in range(0, len(curves), size)]
-
-
-def curve(axes: Axes, x: Any, y: Any, label: str, spread: Any = None, number: int = 0) -> None:
-    """Draw a curve with a marker at each point.
-
-    Args:
-        spread: The low and the high end of the interval around each point, drawn as a band. None
-            draws no band.
-        number: The number of the colour and of the marker in the style.
-    """
-    import matplotlib
-
-    cycle = list(matplotlib.rcParams["axes.prop_cycle"])
-    (line,) = axes.plot(x, y, label=label, **cycle[number % len(cycle)])
-    if spread is not None:
-        axes.fill_between(x, *spread, color=line.get_color(), alpha=0.18, linewidth=0)
 
 
 def plain_ticks(axis: Any, low: float, high: float) -> None:
@@ -98,35 +143,19 @@ def plain_ticks(axis: Any, low: float, high: float) -> None:
     axis.set_major_formatter(PLAIN)
 
 
-def value_axis(axes: Axes, values: Any) -> None:
-    """Fit the y axis to `values`: logarithmic if positive values are far apart, with plain ticks.
+def _fit(axes: Axes, values: Any) -> None:
+    """Fit the y axis to positive values: logarithmic if they are far apart.
 
     It leaves room above and below, so that noise on a flat curve does not fill the plot.
     """
     found = np.asarray(values, dtype=np.float64)
     found = found[np.isfinite(found)]
-    axes.yaxis.set_major_formatter(PLAIN)
     if found.size and found.min() > 0:
         low, high = float(found.min()), float(found.max())
         if high > STEEP * low:
             axes.set_yscale("log")
             plain_ticks(axes.yaxis, low, high)
         axes.set_ylim(low * 0.85, high * 1.15)
-
-
-def length_axis(axes: Axes, lengths: Sequence[float], label: str, trained: int = 0) -> None:
-    """Put `lengths` on the x axis, on a scale of powers of two. At most nine have a tick.
-
-    Args:
-        trained: The length in training, which the plot marks; 0 marks none.
-    """
-    shown = sorted(lengths)[:: math.ceil(len(lengths) / 9)]
-    axes.set_xscale("log", base=2)
-    axes.set_xticks(shown, [f"{length:,}" for length in shown])
-    axes.minorticks_off()
-    axes.set_xlabel(label)
-    if trained:
-        mark_training_length(axes, trained)
 
 
 def mark_training_length(axes: Axes, length: int) -> None:

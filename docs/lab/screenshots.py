@@ -52,7 +52,8 @@ def main() -> int:
 def name(given: str) -> str:
     """Return the name of a page's pictures: that of its file, or of its folder for index.html."""
     path = Path(given)
-    return (path.parent.name if path.stem == "index" else path.stem).replace(":", "_")
+    found = path.parent.name if path.stem == "index" else path.stem
+    return found.replace(":", "_").removeprefix("#")
 
 
 def taken(page: Page, given: str, path: Path, wait: float) -> list[str]:
@@ -62,7 +63,9 @@ def taken(page: Page, given: str, path: Path, wait: float) -> list[str]:
 
     def reach(route) -> None:
         url = route.request.url
-        if url.startswith(("file:", "data:", "blob:")) or (local and url.startswith(given)):
+        if url.startswith(("file:", "data:", "blob:")) or (
+            local and url.startswith(given.partition("#")[0])
+        ):
             route.continue_()
         else:
             asked.append(f"{given}: asks for {url}")

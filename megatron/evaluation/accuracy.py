@@ -123,7 +123,6 @@ def evaluate_task(
     return rows
 
 
-@pictures.in_style()
 def write_accuracy(rows: Sequence[Accuracy], task: Task, run_dir: Path, title: str) -> str:
     """Write `accuracy.csv` and a plot of it into `run_dir`. Return the table as text.
 
@@ -137,13 +136,14 @@ def write_accuracy(rows: Sequence[Accuracy], task: Task, run_dir: Path, title: s
     picture = path.with_suffix(".png")
     run_dir.mkdir(parents=True, exist_ok=True)
     replace_table(path, csv_of(table))
-    figure, [axes] = pictures.panels(title)
-    spread = table.exact_low, table.exact_high
-    pictures.curve(axes, table.length, table.exact, "whole answers, 95% interval", spread)
-    pictures.curve(axes, table.length, table.token, "tokens", number=1)
-    pictures.length_axis(axes, list(table.length), "length", task.max_length)
-    axes.set(ylabel="accuracy", ylim=(-0.02, 1.02))
-    pictures.label_lines([axes])
+    band = table.exact_low, table.exact_high
+    curves = [
+        pictures.Curve("whole answers, 95% interval", table.length, table.exact, band),
+        pictures.Curve("tokens", table.length, table.token),
+    ]
+    lengths = task.max_length
+    figure = pictures.by_length(title, [curves], "length", "accuracy", lengths, fit=False)
+    figure.axes[0].set_ylim(-0.02, 1.02)
     pictures.save(figure, picture)
     text = table.drop(columns=["split", "step", "code"]).to_string(
         index=False, float_format="{:.3f}".format

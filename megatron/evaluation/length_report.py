@@ -117,25 +117,19 @@ def _measured(value: float, error: float, digits: int) -> str:
     return f"{value:.{digits}f}" + ("" if math.isnan(error) else f" ± {error:.{digits}f}")
 
 
-@pictures.in_style()
 def extrapolation_figure(
     rows: Sequence[LengthResult], train_length: int, baselines: Baselines, title: str
 ) -> Figure:
     """Plot the perplexity by length, with one standard error on both sides, and the baselines."""
-    figure, [axes] = pictures.panels(title)
     lengths = [row.length for row in rows]
     values = np.array([row.perplexity for row in rows])
     errors = np.nan_to_num([row.perplexity_stderr for row in rows])
-    spread = values - errors, values + errors
-    pictures.curve(axes, lengths, values, "perplexity ± standard error", spread)
-    for number, (label, baseline) in enumerate(baselines.items(), 1):
-        ends, style = (min(lengths), max(lengths)), {"linestyle": "--", "color": f"C{number}"}
-        axes.plot(ends, [baseline.perplexity] * 2, marker="", label=label, **style)
-    pictures.value_axis(axes, [*values, *(each.perplexity for each in baselines.values())])
-    pictures.length_axis(axes, lengths, "sequence length (tokens)", train_length)
-    axes.set_ylabel("perplexity")
-    pictures.label_lines([axes])
-    return figure
+    band, style = (values - errors, values + errors), {"linestyle": "--", "marker": ""}
+    curves = [pictures.Curve("perplexity ± standard error", lengths, values, band)]
+    for label, each in baselines.items():
+        curves.append(pictures.Curve(label, lengths, 0 * values + each.perplexity, style=style))
+    xlabel = "sequence length (tokens)"
+    return pictures.by_length(title, [curves], xlabel, "perplexity", train_length)
 
 
 @pictures.in_style()

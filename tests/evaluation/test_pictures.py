@@ -22,13 +22,9 @@ BLIND = {
 }
 
 
-@pictures.in_style()
 def figure_with(ends: list[float]):
-    figure, [axes] = pictures.panels("model, data, day")
-    for number, end in enumerate(ends):
-        pictures.curve(axes, [1, 2], [0.0, end], f"curve {number}", number=number)
-    pictures.label_lines([axes])
-    return figure
+    curves = [pictures.Curve(f"curve {n}", [1, 2], [0.0, end]) for n, end in enumerate(ends)]
+    return pictures.by_length("model, data, day", [curves], "length", "loss")
 
 
 @pytest.mark.parametrize("kind", BLIND)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import numpy as np
-import pandas as pd
 
 from megatron import pictures
 from tools.experiments.results import CURVES, Frame
@@ -16,7 +15,6 @@ if TYPE_CHECKING:
 FAR = 1.5  # curves above this times the lowest end of a curve are left out of the second plot
 
 
-@pictures.in_style()
 def by_length(results: Frame, rows: str, metric: str, title: str) -> Figure:
     """Plot the metric by length: the means over seeds, with a standard deviation on both sides.
 
@@ -31,19 +29,17 @@ def by_length(results: Frame, rows: str, metric: str, title: str) -> Figure:
     near = [row for row in end.index if mean.loc[row].max() < FAR * end.min()]
     if zoomed := len(groups) == 1 and steep and 1 < len(near) < len(order):
         groups.append(near)
-    figure, plots = pictures.panels(title, len(groups), 3.4)
-    for axes, group in zip(plots, groups, strict=True):
-        for place, row in enumerate(group):
-            values = mean.loc[row].dropna()
-            error = std.loc[row, values.index].fillna(0)
-            band = np.maximum(values - error, values / 10), values + error
-            number = place if len(order) > pictures.MOST_LINES else order.index(row)
-            pictures.curve(axes, values.index, values, str(row), band, number)
-        pictures.value_axis(axes, pd.concat([mean, mean + std.fillna(0)]).loc[group])
-        label = "tokens of context" if metric in CURVES.values() else "sequence length (tokens)"
-        pictures.length_axis(axes, list(mean.columns), label)
-        axes.set_ylabel(metric)
+    many = len(order) > pictures.MOST_LINES
+    curves = {}
+    for row in order:
+        values = mean.loc[row].dropna()
+        error = std.loc[row, values.index].fillna(0)
+        band = np.maximum(values - error, values / 10), values + error
+        number = None if many else order.index(row)
+        curves[row] = pictures.Curve(str(row), values.index, values, band, number)
+    xlabel = "tokens of context" if metric in CURVES.values() else "sequence length (tokens)"
+    found = [[curves[row] for row in group] for group in groups]
+    figure = pictures.by_length(title, found, xlabel, metric)
     if zoomed:
-        plots[-1].set_title("The same, without the curves that rise far")
-    pictures.label_lines(plots)
+        figure.axes[-1].set_title("The same, without the curves that rise far", loc="left")
     return figure

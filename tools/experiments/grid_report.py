@@ -135,7 +135,6 @@ def write(
         tables: Maps the name of each CSV file to its content. Empty tables are not written.
     """
     out.mkdir(parents=True, exist_ok=True)
-    judged = pd.DataFrame([_row(each) for each in verdicts])
     markdown, latex = [f"# {head.title}"], []
     for each in found:
         markdown += [f"## {each.title}", _markdown(each.table), each.note + "."]
@@ -145,7 +144,8 @@ def write(
             text = text.replace(sign, command)
         latex.append(text)
     if verdicts:
-        markdown += ["## Endpoints", _markdown(judged)]
+        said = [f"- {v.word} ({v.name}): {v.claim}. {_numbers(v)}" for v in verdicts]
+        markdown += ["## Endpoints", "\n".join(said)]
     if remarks:
         markdown += ["## Remarks", *(f"- {remark}" for remark in remarks)]
     files = {
@@ -173,20 +173,6 @@ def change_of(verdict: Verdict) -> tuple[str, str]:
     shown = max(2, decimals(max(map(abs, values)), 2))
     change, low, high = (f"{value:+.{shown}f}" for value in values)
     return f"{change}%", f"{low} to {high}"
-
-
-def _row(verdict: Verdict) -> dict[str, Any]:
-    change, interval = change_of(verdict)
-    return {
-        "endpoint": verdict.name,
-        "claim": verdict.claim,
-        "seeds": verdict.seeds,
-        "change": change,
-        "95% interval": interval,
-        "p": f"{verdict.p:.2g}",
-        "p (Holm)": f"{verdict.holm:.2g}",
-        "verdict": verdict.word,
-    }
 
 
 def _paper_of(grid: Grid, known: dict[str, str]) -> PaperRows:

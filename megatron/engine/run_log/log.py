@@ -24,7 +24,7 @@ import shutil
 import stat
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -153,20 +153,13 @@ class RunLog:
         self._bar.set_description_str(text, refresh=False)
         self._bar.update(step - self._bar.n)
 
-    def metrics(
-        self,
-        step: int,
-        values: Mapping[str, Metric],
-        *,
-        text: str | None = None,
-        shorter: Sequence[str] = (),
-    ) -> None:
+    def metrics(self, step: int, values: Mapping[str, Metric], *texts: str) -> None:
         """Record the metrics of a step in `metrics.jsonl`, TensorBoard and wandb.
 
         Args:
             values: Maps each metric's name to a number, a 0-d tensor, or a nested list of these.
-            text: A line to print on the console; None prints nothing.
-            shorter: Shorter texts, for narrow terminals (see `line`).
+            texts: A line to print on the console, and shorter ones for narrow terminals (see
+                `line`). Without texts, nothing is printed.
         """
         if not self.is_main:
             return
@@ -175,8 +168,8 @@ class RunLog:
             times = dict(zip(TIMES, (now(), round(time.monotonic() - self._begin, 3)), strict=True))
             self._append(self._path, json_line({"step": step} | times | row))
         self._send("log", row)
-        if text is not None:
-            self.line(text, *shorter)
+        if texts:
+            self.line(*texts)
 
     def pictures(self, step: int, folder: Path, pattern: str = "*.png") -> None:
         """Show the PNG files in `folder`, drawn after `step`, in TensorBoard and wandb."""

@@ -32,24 +32,17 @@ from megatron.run_folder import TIMES, RunFolder
 
 Row = Mapping[str, Any]
 """The type of a row of metrics: `step`, and the value (a number or nested list) of each metric."""
+# The start of a metric's name, and that of its chart in TensorBoard. The first match counts.
 ORDER = {
-    "train/loss_scale": "3_train/loss_scale",
-    "train/loss": "1_loss/train",
-    "validation/loss": "1_loss/validation",
-    "validation/": "2_validation/",
-    "train/": "3_train/",
-    "theta/": "4_theta/",
-    "final/": "9_final/",
-    "": "5_",
-}
-"""Maps the start of a metric's name to that of its chart in TensorBoard. The first match counts."""
+    "train/loss_scale": "3_train/loss_scale", "train/loss": "1_loss/train",
+    "validation/loss": "1_loss/validation", "validation/": "2_validation/", "train/": "3_train/",
+    "theta/": "4_theta/", "final/": "9_final/", "": "5_",
+}  # fmt: skip
+# The names that GPT-NeoX logs to wandb.
 NEOX = {
-    "train/loss": "train/lm_loss",
-    "train/lr": "train/learning_rate",
-    "validation/loss": "validation/lm_loss",
-    "validation/perplexity": "validation/lm_loss_ppl",
-}
-"""Maps names of metrics to those that GPT-NeoX logs to wandb."""
+    "train/loss": "train/lm_loss", "validation/loss": "validation/lm_loss",
+    "train/lr": "train/learning_rate", "validation/perplexity": "validation/lm_loss_ppl",
+}  # fmt: skip
 
 
 class TensorBoard:

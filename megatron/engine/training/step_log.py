@@ -134,4 +134,4 @@ class StepLog(Hook):
         theta = f" | theta {', '.join(shown)}" if shown else ""
         # A terminal has the time left in its progress line, too.
         short = [f"{text} | theta {min(ends):.2g}..{max(ends):.2g}"] if shown else []
-        self.log.metrics(step.number, values, text=text + eta + theta, shorter=[*short, text])
+        self.log.metrics(step.number, values, text + eta + theta, *short, text)

@@ -102,7 +102,6 @@ def _shown(value: Any) -> str:
     return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
-@pictures.in_style()
 def _picture(measure: Measure, train_length: int, title: str) -> Figure:
     """Plot the results of `measure` with their intervals.
 
@@ -115,15 +114,10 @@ def _picture(measure: Measure, train_length: int, title: str) -> Figure:
     table["curve"] = [
         ", ".join(f"{name} {row.at[name]}" for name in others) for row in measure.rows
     ]
-    curves = [*table.sort_values(label, kind="stable").groupby("curve")]
-    groups = pictures.divided(curves)
-    figure, plots = pictures.panels(f"{measure.title}\n{title}, {now()[:10]}", len(groups))
-    for axes, group in zip(plots, groups, strict=True):
-        for number, (name, curve) in enumerate(group):
-            spread = [curve[end].fillna(curve["value"]) for end in ("low", "high")]
-            pictures.curve(axes, curve[label], curve["value"], str(name), spread, number)
-        pictures.length_axis(axes, [*table[label].unique()], f"{label} (tokens)", train_length)
-        axes.yaxis.set_major_formatter(pictures.PLAIN)
-        axes.set_ylabel(measure.unit)
-    pictures.label_lines(plots)
-    return figure
+    curves = []
+    for name, part in table.sort_values(label, kind="stable").groupby("curve"):
+        low, high = (part[end].fillna(part["value"]) for end in ("low", "high"))
+        curves.append(pictures.Curve(str(name), part[label], part["value"], (low, high)))
+    title = f"{measure.title}\n{title}, {now()[:10]}"
+    groups, xlabel = pictures.divided(curves), f"{label} (tokens)"
+    return pictures.by_length(title, groups, xlabel, measure.unit, train_length, fit=False)

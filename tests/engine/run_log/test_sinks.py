@@ -152,7 +152,7 @@ def test_a_line_does_not_wrap_on_a_terminal_and_is_whole_in_the_log(
     monkeypatch.setenv("COLUMNS", str(columns))
     monkeypatch.setattr("sys.stdout", screen := Terminal())
     with RunLog(tmp_path, is_main=True) as log:
-        log.metrics(1, {}, text="a long line", shorter=["shorter", "short"])
+        log.metrics(1, {}, "a long line", "shorter", "short")
     assert screen.getvalue() == f"{shown}\n"
     assert (tmp_path / "log.txt").read_text().endswith(" a long line\n")
 
@@ -160,7 +160,7 @@ def test_a_line_does_not_wrap_on_a_terminal_and_is_whole_in_the_log(
 def test_a_file_has_no_progress_line(tmp_path, capsys):
     with RunLog(tmp_path, is_main=True) as log:
         log.progress(1, 1000, "loss 2")
-        log.metrics(1, {}, text="a line that is longer than any terminal" * 9, shorter=["short"])
+        log.metrics(1, {}, "a line that is longer than any terminal" * 9, "short")
         log.line("a line")
     said = capsys.readouterr().out.splitlines()
     assert said == ["a line that is longer than any terminal" * 9, "a line"]

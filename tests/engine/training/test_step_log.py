@@ -33,8 +33,8 @@ def log_of(tmp_path):
         lines, rows = [], {}
         log = SimpleNamespace(
             line=lines.append,
-            metrics=lambda number, values, text, shorter: rows.update(
-                {number: values | {"text": text, "shorter": shorter}}
+            metrics=lambda number, values, text, *shorter: rows.update(
+                {number: values | {"text": text, "shorter": list(shorter)}}
             ),
             progress=lambda number, steps, text: rows.setdefault("live", []).append(text),
         )

@@ -100,7 +100,7 @@ def test_a_grid_is_killed_resumed_and_reported(tmp_path, capsys):
     assert table.main([str(grid), "--out", str(tmp_path / "out")]) == 0
     out = capsys.readouterr().out
     assert re.search(r"\| kerple_log \| 2 \| [\d,.]+ ± [\d.]+ \| [\d,.]+ ± [\d.]+ \|", out)
-    verdict = r"\| P1 \| perplexity: kerple_log at .* \| (holds|not shown|contradicted) \|"
+    verdict = r"- (?:holds|not shown|contradicted) \(P1\): perplexity: kerple_log at .*\. .*% int"
     assert len(re.findall(verdict, out)) == out.count("kerple_log at 32") == 1
     html = (tmp_path / "out" / "report.html").read_text()
     pictures = [base64.b64decode(each) for each in re.findall(r"base64,([^\"]+)", html)]
