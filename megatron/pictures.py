@@ -182,7 +182,10 @@ def label_lines(plots: Sequence[Axes], width: int = 20) -> None:
         to_axes = axes.transData + axes.transAxes.inverted()
         named = []
         for line in axes.lines:
-            (x, y), name = to_axes.transform(line.get_xydata()[-1]), str(line.get_label())
+            (x, y), name = (
+                to_axes.transform(np.asarray(line.get_xydata())[-1]),
+                str(line.get_label()),
+            )
             if not name.startswith("_") and -0.01 <= y <= 1.01:
                 named.append((y, x, line, textwrap.fill(name, width, break_long_words=False)))
         named.sort(key=lambda each: each[0])

@@ -155,8 +155,8 @@ def kernels_figure(
     on_axis = distance_n >= 1
     for axes, (label, values_Hn, heads) in zip(plots, parts, strict=True):
         for number, head in enumerate(heads):
-            style = {"marker": "", "color": f"C{number}", "label": f"head {head}"}
-            axes.plot(distance_n[on_axis], values_Hn[head][on_axis], **style)
+            x, y = distance_n[on_axis], values_Hn[head][on_axis]
+            axes.plot(x, y, marker="", color=f"C{number}", label=f"head {head}")
         axes.sharey(next(plot for plot, part in zip(plots, parts, strict=True) if part[0] == label))
         if np.abs(values_Hn).max() > LINEAR:
             axes.set_yscale("symlog", linthresh=1.0)

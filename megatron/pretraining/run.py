@@ -260,11 +260,7 @@ class Job:
         )
 
     def _validate(self, log: RunLog, step: int) -> dict[str, float]:
-        """Run the validation after `step`, and return its metrics.
-
-        Also send pictures of the distance kernels to TensorBoard and wandb, which show them over
-        time.
-        """
+        """Run the validation after `step`, show the kernels of then, and return its metrics."""
         c, pos = self.config, self.model.pos
         found = validation(self.data, self.engine, step)
         if pos.has("distance") and (c.logging.tensorboard_dir or c.logging.use_wandb):

@@ -280,21 +280,6 @@ def test_pictures_go_to_wandb_under_their_step(tmp_path, monkeypatch):
     assert row["step"] == 5 and row["pictures/kernels"].image.size == (4, 2)
 
 
-def test_wandb_has_the_names_of_neox_and_final_results_in_the_summary(tmp_path, monkeypatch):
-    run, logged, calls = OnlineRun(), [], []
-    run.log, run.summary = logged.append, {}
-    monkeypatch.setattr("wandb.init", lambda **given: calls.append(given) or run)
-    with RunLog(None, LoggingConfig(use_wandb=True), is_main=True, card="in words") as log:
-        log.metrics(1, {"train/loss": 2.0, "train/lr": 0.1, "train/grad_norm": 3.0})
-        log.metrics(2, {"validation/loss": 1.0, "validation/perplexity": 2.7})
-        log.metrics(2, {"final/test_loss": 1.5})
-    assert logged == [
-        {"step": 1, "train/lm_loss": 2.0, "train/learning_rate": 0.1, "train/grad_norm": 3.0},
-        {"step": 2, "validation/lm_loss": 1.0, "validation/lm_loss_ppl": 2.7},
-    ]
-    assert run.summary == {"final/test_loss": 1.5} and calls[0]["notes"] == "in words"
-
-
 def test_wandb_disabled_writes_the_metrics_file_only(tmp_path):
     settings = LoggingConfig(use_wandb=True, wandb_mode="disabled")
     with RunLog(tmp_path, settings, is_main=True) as log:

@@ -7,6 +7,7 @@ import io
 import math
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -88,6 +89,24 @@ def test_losses_come_first_and_final_results_last(tmp_path):
         "9_final/test_loss",
     ]  # fmt: skip
     assert shown == sorted(map(chart, names))
+
+
+def test_wandb_has_the_names_of_neox_and_final_results_in_the_summary(tmp_path, monkeypatch):
+    logged, calls = [], []
+    run = SimpleNamespace(
+        id="a", url="u", disabled=False, offline=False, summary={}, log=logged.append,
+        define_metric=lambda *_, **__: None, finish=lambda exit_code: None,
+    )  # fmt: skip
+    monkeypatch.setattr("wandb.init", lambda **given: calls.append(given) or run)
+    with RunLog(None, LoggingConfig(use_wandb=True), is_main=True, card="in words") as log:
+        log.metrics(1, {"train/loss": 2.0, "train/lr": 0.1, "train/grad_norm": 3.0})
+        log.metrics(2, {"validation/loss": 1.0, "validation/perplexity": 2.7})
+        log.metrics(2, {"final/test_loss": 1.5})
+    assert logged == [
+        {"step": 1, "train/lm_loss": 2.0, "train/learning_rate": 0.1, "train/grad_norm": 3.0},
+        {"step": 2, "validation/lm_loss": 1.0, "validation/lm_loss_ppl": 2.7},
+    ]
+    assert run.summary == {"final/test_loss": 1.5} and calls[0]["notes"] == "in words"
 
 
 def test_other_ranks_write_no_events(tmp_path):
