@@ -170,6 +170,6 @@ def plot(report: dict, path: Path) -> str:
             groups[-1].append(pictures.Curve(name, x, [points[t] for t in x]))
     figure = pictures.by_length(title, groups, "tokens", "TFLOP/s")
     for axes, size in zip(figure.axes, sizes, strict=True):
-        axes.set_title(f"heads of {size}", loc="left")
+        axes.set_title(f"heads of {size}", loc="left", fontsize="medium")
     pictures.save(figure, path)
     return f"![TFLOP/s by length]({path.name})"

@@ -41,5 +41,7 @@ def by_length(results: Frame, rows: str, metric: str, title: str) -> Figure:
     found = [[curves[row] for row in group] for group in groups]
     figure = pictures.by_length(title, found, xlabel, metric)
     if zoomed:
-        figure.axes[-1].set_title("The same, without the curves that rise far", loc="left")
+        figure.axes[-1].set_title(
+            "The same, without the curves that rise far", loc="left", fontsize="medium"
+        )
     return figure
