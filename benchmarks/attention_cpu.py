@@ -20,6 +20,7 @@ Legend: B batch, H heads, T positions, E head size.
 from __future__ import annotations
 
 import argparse
+import datetime
 import json
 import statistics
 import tempfile
@@ -33,7 +34,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from benchmarks.attention_variants import published
-from benchmarks.report import picture, processor
+from benchmarks.report import bars, picture, processor
 from megatron.attention import attend
 from megatron.positional import load
 
@@ -214,6 +215,7 @@ def run(args: argparse.Namespace) -> None:
         "setting": {
             "device": args.device,
             "processor": processor(),
+            "date": str(datetime.date.today()),
             "torch": torch.__version__,
             "threads": args.threads,
             "length": args.length,
@@ -227,8 +229,18 @@ def run(args: argparse.Namespace) -> None:
     args.out.mkdir(parents=True, exist_ok=True)
     (args.out / "attention.json").write_text(json.dumps(report, indent=1) + "\n")
     (args.out / "attention.md").write_text(markdown(report))
-    picture(args.out / "attention.png", lambda figure: draw(report, figure))
+    picture(args.out / "attention.png", title(report), lambda figure: draw(report, figure), 6.0)
     print(markdown(report))
+
+
+def title(report: dict) -> str:
+    """Return the title of the picture."""
+    s = report["setting"]
+    return (
+        f"Attention with kerple_log, {s['length']:,} tokens, {s['heads']} heads of "
+        f"{s['head_size']}, fp32\n{s['processor']}, {s['threads']} threads, torch {s['torch']}"
+        + (f", {s['date']}" if "date" in s else "")
+    )
 
 
 def draw(report: dict, figure: Any) -> None:
@@ -243,10 +255,7 @@ def draw(report: dict, figure: Any) -> None:
         figure.subplots(1, len(batches), squeeze=False)[0], batches, strict=True
     ):
         rows = [row for row in report["timings"] if row["batch"] == batch]
-        for n, (key, name) in enumerate(names.items()):
-            places = [i + 0.25 * n for i in range(len(rows))]
-            axes.barh(places, [row[key] for row in rows], 0.25, label=name)
-        axes.set_yticks([i + 0.25 for i in range(len(rows))], [row["variant"] for row in rows])
-        axes.invert_yaxis()
+        values = {name: [row[key] for row in rows] for key, name in names.items()}
+        bars(axes, [row["variant"] for row in rows], values, "{:.2f}")
         axes.set_xlabel(f"batch {batch}: ratio to `{BASE}`")
-    figure.legend(*axes.get_legend_handles_labels(), loc="outside upper center", ncols=3)
+    figure.legend(*axes.get_legend_handles_labels(), loc="outside lower center", ncols=3)

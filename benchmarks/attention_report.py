@@ -6,6 +6,8 @@ import importlib.util
 import json
 from pathlib import Path
 
+from megatron import pictures
+
 FUSED, FLASH = "fused kerple_log", "sdpa flash"
 FLOORS = {"published": "against published", "flex table": "against flex table",
           "flex [H]": "against flex [H]"}  # fmt: skip
@@ -154,31 +156,20 @@ def plot(report: dict, path: Path) -> str:
     rows = [r for r in report["timings"] if "forward_backward_tflops" in r]
     if not rows:
         return "No plot: nothing has been timed forward and backward yet."
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
     sizes = sorted({r["E"] for r in rows})
-    figure, axes = pyplot.subplots(
-        1, len(sizes), figsize=(6.5 * len(sizes), 4.5), squeeze=False, sharey=True
-    )
     names = list(dict.fromkeys(r["variant"] for r in rows))
-    for axis, size in zip(axes[0], sizes, strict=True):
-        for n, name in enumerate(names):
+    s = report["setting"]
+    title = f"Attention, forward and backward, causal, {s['dtype']}\n{s['device']}, {s['date']}"
+    groups = []
+    for size in sizes:
+        groups.append([])
+        for name in names:
             points = {r["T"]: r["forward_backward_tflops"] for r in rows
                       if (r["variant"], r["E"]) == (name, size)}  # fmt: skip
-            style = "-o" if name.startswith("fused") else "--s"
             x = sorted(points)
-            axis.plot(x, [points[t] for t in x], style, color=f"C{n}", label=name, markersize=4)
-        axis.set(xscale="log", yscale="log", xlabel="T", title=f"heads of {size}")
-        axis.set_xticks(sorted({r["T"] for r in rows}), labels=sorted({r["T"] for r in rows}))
-        axis.minorticks_off()
-        axis.grid(alpha=0.3)
-    axes[0][0].set_ylabel("TFLOP/s, forward + backward")
-    axes[0][0].legend(fontsize=7)
-    figure.suptitle(f"{report['setting']['device']}, {report['setting']['dtype']}, causal")
-    figure.tight_layout()
-    figure.savefig(path, dpi=120)
-    pyplot.close(figure)
+            groups[-1].append(pictures.Curve(name, x, [points[t] for t in x]))
+    figure = pictures.by_length(title, groups, "tokens", "TFLOP/s")
+    for axes, size in zip(figure.axes, sizes, strict=True):
+        axes.set_title(f"heads of {size}", loc="left", fontsize="medium")
+    pictures.save(figure, path)
     return f"![TFLOP/s by length]({path.name})"

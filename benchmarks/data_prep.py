@@ -35,7 +35,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from benchmarks.report import facts, write
+from benchmarks.report import bars, facts, write
 from megatron.data.tokenizers.build import build_tokenizer
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -192,9 +192,7 @@ def report(folder: Path, files: list[str], options) -> None:
         f"peak memory of all processes ({options.workers[-1]} workers): {peaks} of text",
     ]
     rows = rows_of(size, seconds, processor)
-    write(
-        options.out, "Data preparation", about, rows, lambda figure, _: draw(figure, rows, memory)
-    )
+    write(options.out, "Data preparation", about, rows, draw)
     if not equal:
         raise SystemExit("the outputs differ")
 
@@ -259,17 +257,12 @@ def rows_of(size: int, seconds: Times, processor: Times) -> list[dict]:
     ]
 
 
-def draw(figure: Any, rows: list[dict], memory: dict[int, list[tuple[float, float]]]) -> None:
-    """Plot the speed of each command, and memory over time for each number of copies."""
-    speed, held = figure.subplots(1, 2)
-    labels = [f"{row['path']}\n{row['workers']} worker{'s'[: row['workers'] - 1]}" for row in rows]
-    speed.bar_label(speed.barh(labels, [row["MB_per_s"] for row in rows], color="#4878a8"))
-    speed.set(xlabel="MB of text a second, whole commands")
-    speed.invert_yaxis()
-    for copies, samples in memory.items():
-        held.plot(*zip(*samples, strict=True), label=f"{copies}x the text")
-    held.set(xlabel="seconds", ylabel="MB (PSS of all processes)", ylim=(0, None))
-    held.legend()
+def draw(figure: Any, rows: list[dict]) -> None:
+    """Plot the speed of each command."""
+    names = [f"{row['path']}, {row['workers']} worker{'s'[: row['workers'] - 1]}" for row in rows]
+    axes = figure.subplots()
+    bars(axes, names, {"": [row["MB_per_s"] for row in rows]}, "{:,.1f}")
+    axes.set_xlabel("MB of text a second, whole commands")
 
 
 if __name__ == "__main__":

@@ -24,7 +24,7 @@ from typing import Any
 import torch
 import yaml
 
-from benchmarks.report import picture
+from benchmarks.report import bars, picture
 from megatron.files import write_text
 
 MODEL = {
@@ -77,7 +77,7 @@ def main() -> None:
             found |= {"machine": f"{machine}, {platform.machine()}", "date": str(date.today())}
         write_text(path, json.dumps(found, indent=1) + "\n")
         write_text(args.out.with_suffix(".md"), table(found))
-    picture(args.out.with_suffix(".png"), lambda figure: draw(found["rows"], figure))
+    picture(args.out.with_suffix(".png"), title(found), lambda figure: draw(found["rows"], figure))
 
 
 def row(name: str, known: dict[str, float] | None) -> dict[str, float]:
@@ -149,16 +149,19 @@ def table(found: dict[str, Any]) -> str:
     return "\n".join(lines) + "\n"
 
 
+def title(found: dict[str, Any]) -> str:
+    """Return the title of the picture."""
+    return f"Planned and measured memory\n{found['machine']}, {found['date']}"
+
+
 def draw(rows: dict[str, dict[str, float]], figure: Any) -> None:
     """Draw the planned and the measured memory of each layout."""
     axes = figure.subplots()
-    for n, key in enumerate(("planned", "measured")):
-        places = [i + 0.4 * n for i in range(len(rows))]
-        axes.barh(places, [row[key] / 1e6 for row in rows.values()], 0.4, label=key)
-    axes.set_yticks([i + 0.2 for i in range(len(rows))], list(rows))
-    axes.invert_yaxis()
+    keys = "planned", "measured"
+    values = {key: [row[key] / 1e6 for row in rows.values()] for key in keys}
+    bars(axes, list(rows), values, "{:,.0f}")
     axes.set_xlabel("MB of tensors on the fullest rank")
-    figure.legend(loc="outside upper center", ncols=2)
+    figure.legend(loc="outside lower center", ncols=2)
 
 
 if __name__ == "__main__":

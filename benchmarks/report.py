@@ -7,10 +7,12 @@ import datetime
 import os
 import platform
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
+
+from megatron import pictures
 
 
 def facts(script: str) -> list[str]:
@@ -33,7 +35,7 @@ def write(
     rows: list[dict],
     draw: Callable[[Any, list[dict]], None],
 ) -> None:
-    """Print the table. If `out` is not None, write OUT.md, OUT.csv and OUT.png.
+    """Print the table. If `out` is not None, write OUT.md, OUT.csv, OUT.png and OUT.svg.
 
     Args:
         about: The facts above the table.
@@ -52,20 +54,45 @@ def write(
         writer = csv.DictWriter(file, rows[0])
         writer.writeheader()
         writer.writerows(rows)
-    picture(Path(f"{out}.png"), lambda figure: draw(figure, rows))
+    picture(Path(f"{out}.png"), f"{title}\n{about[0]}", lambda figure: draw(figure, rows))
 
 
-def picture(path: Path, draw: Callable[[Any], None]) -> None:
-    """Save what `draw` plots on a matplotlib figure, if matplotlib is installed."""
+def picture(path: Path, title: str, draw: Callable[[Any], None], height: float = 4.4) -> None:
+    """Save what `draw` plots on a figure as PNG and SVG, if matplotlib is installed.
+
+    Args:
+        title: What was measured, where, and the date.
+        height: The height of the figure, in inches.
+    """
     if not find_spec("matplotlib"):
         return
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
+    with pictures.in_style():
+        from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(10, 4), layout="constrained")
-    FigureCanvasAgg(figure)
-    draw(figure)
-    figure.savefig(path, dpi=120)
+        figure = Figure(figsize=(9, height), layout="constrained")
+        figure.suptitle(title, x=0.01, ha="left")
+        draw(figure)
+        pictures.save(figure, path)
+
+
+def bars(axes: Any, names: Sequence[str], values: Mapping[str, Sequence[float]], form: str) -> None:
+    """Draw horizontal bars from the top down, with their numbers, in a group for each name.
+
+    Args:
+        values: Maps the label of each bar of a group to its values, one for each name. A label that
+            is "" is not shown.
+        form: The format of the numbers, such as `{:,.1f}`.
+    """
+    width = 0.8 / len(values)
+    for number, (label, lengths) in enumerate(values.items()):
+        places = [i + width * number for i in range(len(names))]
+        drawn = axes.barh(places, lengths, width, label=label)
+        axes.bar_label(drawn, fmt=form, padding=3, fontsize="x-small")
+    middle = width * (len(values) - 1) / 2
+    axes.set_yticks([i + middle for i in range(len(names))], names)
+    axes.grid(visible=False, axis="y")
+    axes.margins(x=0.12)
+    axes.invert_yaxis()
 
 
 def without_folders(arguments: list[str]) -> list[str]:

@@ -33,7 +33,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from benchmarks.report import facts, write
+from benchmarks.report import bars, facts, write
 from megatron.data.samples.dataset import TokenDataset
 from megatron.data.samples.index import cut_samples
 from megatron.data.shards.reader import ShardReader
@@ -272,13 +272,12 @@ def without_output() -> Iterator[None]:
 
 def draw(figure: Any, rows: list[dict]) -> None:
     """Plot the speed of each side, for the index and for reading."""
-    for axes, task in zip(figure.subplots(1, 2), ("sample index", "reading"), strict=True):
+    for axes, task in zip(figure.subplots(2, 1), ("sample index", "reading"), strict=True):
         found = [row for row in rows if row["task"] == task]
-        values = [row["samples_per_s"] for row in found]
-        bars = axes.barh([row["code"] for row in found], values, color="#4878a8")
-        axes.bar_label(bars, fmt="{:,.0f}", label_type="center", color="white")
-        axes.set(title=task, xlabel="samples a second")
-        axes.invert_yaxis()
+        names = [row["code"] for row in found]
+        bars(axes, names, {"": [row["samples_per_s"] / 1e6 for row in found]}, "{:,.2f}")
+        axes.set_title(task)
+    axes.set_xlabel("million samples a second")
 
 
 if __name__ == "__main__":

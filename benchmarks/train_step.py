@@ -41,7 +41,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.report import processor
+from benchmarks.report import picture, processor
 from benchmarks.train_step_worker import DTYPES, matmul_tflops
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -195,29 +195,31 @@ def write(report: dict, folder: Path) -> None:
     (folder / "train_step.json").write_text(json.dumps(report, indent=1) + "\n")
     (folder / "train_step.md").write_text(markdown(report))
     print(markdown(report))
-    if find_spec("matplotlib"):
-        draw(report, folder / "train_step.png")
+    picture(folder / "train_step.png", title(report), lambda figure: draw(report, figure), 5.0)
 
 
-def draw(report: dict, path: Path) -> None:
+def title(report: dict) -> str:
+    """Return the title of the picture."""
+    s = report["setting"]
+    return (
+        f"A training step: {s['layers']} layers of width {s['width']}, {s['batch']} sequences of "
+        f"{s['length']} tokens, {s['precision']}\n{s['processor']}, torch {s['torch']}, {s['date']}"
+    )
+
+
+def draw(report: dict, figure: Any) -> None:
     """Draw the seconds of a million tokens of each variant, divided into parts."""
-    import matplotlib as mpl
-
-    mpl.use("Agg")
-    from matplotlib import pyplot as plt
-
     rows = report["rows"]
     names, left = [row["variant"] for row in rows], [0.0] * len(rows)
-    figure, axes = plt.subplots(figsize=(8, 1 + 0.5 * len(rows)), layout="constrained")
+    axes = figure.subplots()
     for part in sorted({part for row in rows for part in row["parts"]}):
         widths = [1e6 / r["tokens_per_second"] * r["parts"].get(part, 0) for r in rows]
         axes.barh(names, widths, left=left, label=part)
         left = [a + b for a, b in zip(left, widths, strict=True)]
     axes.set_xlabel("seconds for a million tokens")
+    axes.grid(visible=False, axis="y")
     axes.invert_yaxis()
-    figure.legend(fontsize=8, loc="outside upper center", ncols=4)
-    figure.savefig(path, dpi=120)
-    plt.close(figure)
+    figure.legend(loc="outside lower center", ncols=4)
 
 
 if __name__ == "__main__":

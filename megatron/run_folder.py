@@ -6,9 +6,9 @@
     RUN/.lease-N                        names the job that writes the folder (`engine/job/lease.py`)
     RUN/run.json, RUN/log.txt           where the run comes from, and what it has printed
     RUN/metrics.jsonl, RUN/wandb_id     what the run has logged, and its id in wandb
-    RUN/extrapolation.csv, .png         perplexity by length, of text
-    RUN/accuracy.csv, .png              accuracy by length, of a length task
-    RUN/kernels.png, RUN/suite/         the learned kernels, and the use of context
+    RUN/extrapolation.csv, .png, .svg   perplexity by length, of text
+    RUN/accuracy.csv, .png, .svg        accuracy by length, of a length task
+    RUN/kernels.png, .svg, RUN/suite/   the learned kernels, and the use of context
 
 A folder may also hold published (GPT-NeoX) checkpoints. This module imports no torch, so that tools
 that only look at runs start fast.

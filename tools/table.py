@@ -10,6 +10,7 @@ theta.csv (how far the kernels' parameters moved) and the plots.
 """
 
 import argparse
+import sys
 from pathlib import Path
 
 from megatron import entry
@@ -18,6 +19,7 @@ from tools.experiments import grid_report, moved_theta, results
 from tools.experiments.claims import verdicts
 from tools.experiments.description import METRICS
 from tools.experiments.grid import read_grid
+from tools.experiments.report_head import head_of
 
 
 def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
@@ -55,10 +57,11 @@ def main(argv: list[str] | None = None) -> int:
     if metric not in measured:
         entry.refuse(f"error: no finished run has measured {metric}; {'; '.join(remarks)}", 1)
     moved, unknown = moved_theta.of_runs(found)
-    parts = grid_report.sections(found, moved, rows, metric, grid, args.against == "paper")
-    title = args.runs[0].stem if grid else "Runs"
+    head = head_of(found, grid, sys.argv[1:] if argv is None else argv)
+    against = args.against == "paper"
+    parts = grid_report.sections(found, moved, rows, metric, grid, against, head.models)
     tables = {"results.csv": found, "theta.csv": moved}
-    written = grid_report.write(args.out, title, parts, judged, [*remarks, *unknown], tables)
+    written = grid_report.write(args.out, head, parts, judged, [*remarks, *unknown], tables)
     print((args.out / "tables.md").read_text(), end="")
     print(f"written: {', '.join(map(str, written))}")
     return 0

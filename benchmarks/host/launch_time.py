@@ -34,7 +34,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import CompiledKernel
 
 from benchmarks.attention_gpu import DTYPES
-from benchmarks.report import facts, write
+from benchmarks.report import bars, facts, write
 from megatron.attention import AttentionFn, cache_launches, fused
 from megatron.attention.backend import Request
 from megatron.kernels import launch
@@ -165,13 +165,9 @@ def profile(args: argparse.Namespace, cached: bool) -> None:
 def draw(figure: Any, rows: list[dict]) -> None:
     axes = figure.subplots()
     columns = [key for key in rows[0] if key.endswith(", us") and key != "goal, us"]
-    for n, key in enumerate(columns):
-        places = [i + 0.4 * n for i in range(len(rows))]
-        axes.barh(places, [row[key] for row in rows], 0.4, label=key.removesuffix(", us"))
-    axes.set_yticks(
-        [i + 0.2 for i in range(len(rows))], [f"{row['call']}, {row['passes']}" for row in rows]
-    )
-    axes.invert_yaxis()
+    names = [f"{row['call']}, {row['passes']}" for row in rows]
+    values = {key.removesuffix(", us"): [row[key] for row in rows] for key in columns}
+    bars(axes, names, values, "{:,.0f}")
     axes.set_xlabel("microseconds of the host (median)")
     axes.legend()
 

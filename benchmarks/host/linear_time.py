@@ -19,7 +19,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from benchmarks.report import facts, write
+from benchmarks.report import bars, facts, write
 from megatron.parallel import matmul_library as products
 
 PASSES = ("forward", "forward and backward")
@@ -65,12 +65,10 @@ def measure(args: argparse.Namespace) -> list[dict[str, Any]]:
 
 def draw(figure: Any, rows: list[dict[str, Any]]) -> None:
     axes = figure.subplots()
-    axes.bar(range(len(rows)), [row["ratio"] for row in rows])
-    labels = [f"{row['width']}\n{row['passes']}" for row in rows]
-    axes.set_xticks(range(len(rows)), labels, fontsize=7)
-    axes.axhline(1.0, color="black", linewidth=0.8)
-    axes.set_ylabel("time with oneDNN / with MKL")
-    axes.set_xlabel("width of the block")
+    names = [f"width {row['width']}, {row['passes']}" for row in rows]
+    bars(axes, names, {"": [row["ratio"] for row in rows]}, "{:.2f}")
+    axes.axvline(1.0, color="0.4", linestyle="--", linewidth=1)
+    axes.set_xlabel("time with oneDNN, divided by the time with MKL")
 
 
 def parser() -> argparse.ArgumentParser:

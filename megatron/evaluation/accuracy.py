@@ -9,8 +9,7 @@ because it reads the same tokens up to its first mistake. The interval of the ex
 Wilson's, with 95% confidence. Token accuracy has no interval, because the tokens of one example are
 not independent.
 
-scipy, pandas and matplotlib are imported inside the functions, so that training does not wait for
-them.
+scipy and pandas are imported inside the functions, so that training does not wait for them.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -21,13 +20,14 @@ from typing import Any
 import numpy as np
 import torch
 
+from megatron import pictures
 from megatron.data.tasks.base import Task
 from megatron.data.tasks.samples import examples_at
 from megatron.engine.training.pipeline_engine import PipelineLosses
-from megatron.evaluation.length_report import csv_of, figure_png, mark_training_length
+from megatron.evaluation.length_report import csv_of, picture_title
 from megatron.evaluation.losses import MeasuredModel, losses_of_sequences
 from megatron.evaluation.perplexity_statistics import measured_with, scaled
-from megatron.files import replace_table, write_bytes
+from megatron.files import replace_table
 from megatron.parallel.groups import Groups
 from megatron.parallel.loss import UNCOUNTED, inputs_and_targets
 from megatron.run_folder import RunFolder
@@ -109,9 +109,11 @@ def evaluate_task(
         count, size = chosen.eval_examples, chosen.eval_batch_tokens
         rows.append(accuracy_at(model.loss_fn, task, length, count, model.groups, size))
     if model.groups.is_main:
-        title = f"{task.name}, {model.pos.name}, trained at {task.min_length} to {task.max_length}"
+        what = scaled(f"Accuracy in {task.name}", model.config)
+        lengths = f"{task.min_length} to {task.max_length}"
+        title = picture_title(what, model.pos.name, model.config, model.step, lengths)
         about = measured_with(model.config, model.step)
-        say(write_accuracy(rows, task, run_dir, scaled(title, model.config), about))
+        say(write_accuracy(rows, task, run_dir, title, about))
     return rows
 
 
@@ -124,24 +126,21 @@ def write_accuracy(
         title: The title of the plot and of the text.
     """
     import pandas as pd
-    from matplotlib.figure import Figure
 
     table = pd.DataFrame(rows).assign(**about)
     path = RunFolder(run_dir).accuracy
     picture = path.with_suffix(".png")
     run_dir.mkdir(parents=True, exist_ok=True)
     replace_table(path, csv_of(table))
-    figure = Figure(figsize=(7.0, 4.3), layout="constrained")
-    axes = figure.add_subplot()
-    bars = [table.exact - table.exact_low, table.exact_high - table.exact]
-    label = "whole answers, 95% interval"
-    axes.errorbar(table.length, table.exact, yerr=bars, marker="o", capsize=3, label=label)
-    axes.plot(table.length, table.token, marker=".", linestyle=":", label="tokens")
-    mark_training_length(axes, task.max_length)
-    axes.set(xlabel="length", ylabel="accuracy", ylim=(-0.02, 1.02), title=title)
-    axes.grid(alpha=0.3)
-    axes.legend(frameon=False)
-    write_bytes(picture, figure_png(figure))
+    band = table.exact_low, table.exact_high
+    curves = [
+        pictures.Curve("whole answers, 95% interval", table.length, table.exact, band),
+        pictures.Curve("tokens", table.length, table.token),
+    ]
+    lengths = task.max_length
+    figure = pictures.by_length(title, [curves], "length", "accuracy", lengths, fit=False)
+    figure.axes[0].set_ylim(-0.02, 1.02)
+    pictures.save(figure, picture)
     text = table.drop(columns=["split", "step", "code"]).to_string(
         index=False, float_format="{:.3f}".format
     )

@@ -21,6 +21,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from megatron import pictures
 from megatron.config import Config
 from megatron.data.errors import DataError
 from megatron.data.samples.evaluation import eval_sequences, eval_span
@@ -179,11 +180,12 @@ def evaluate_lengths(
         }
     if groups.is_main:
         train_length = config.model.seq_length
-        title = scaled(f"{model.pos.name}, trained at {train_length}", config)
+        what = scaled("Perplexity by length", config)
+        title = length_report.picture_title(what, model.pos.name, config, model.step)
         shown = results, run_dir, train_length, baselines, title
         say(length_report.write_extrapolation(*shown, measured_with(config, model.step)))
         if model.pos.has("distance"):
-            draw_kernels(model.pos, model.theta_HN, config, run_dir)
+            draw_kernels(model.pos, model.theta_HN, config, run_dir, model.step)
         say(f"written to {run_dir}: {RunFolder(run_dir).extrapolation.name} and pictures")
     return results
 
@@ -221,13 +223,17 @@ def measurement_of(
 
 
 def draw_kernels(
-    pos: PositionalEmbedding, trained_HN: torch.Tensor | None, config: Config, run_dir: Path
+    pos: PositionalEmbedding,
+    trained_HN: torch.Tensor | None,
+    config: Config,
+    run_dir: Path,
+    step: int,
 ) -> None:
     """Plot each head's bias and weight by query-key distance, as PNG files in `run_dir`.
 
     Args:
-        trained_HN: The learned parameters of `pos` [heads, parameters per head]; None if there are
-            none.
+        trained_HN: The learned parameters [heads, parameters per head]; None if there are none.
+        step: The optimizer steps that the model was trained for.
     """
     # The file is `kernels.png`. If layers have different kernels, there is one file for each
     # kernel, such as `kernels_layer0.png`. The distances go up to the largest of `eval_lengths`. If
@@ -246,12 +252,14 @@ def draw_kernels(
         kernel, kernel_HN = layer_pos.kernel_part(own_HN)
         if kernel_HN is None or not kernel.has("distance"):
             continue
-        bias = kernel.bias_at(kernel_HN, distances, position)
-        weight = kernel.weight(kernel_HN, distances)
-        length_report.write_kernels(
-            None if bias is None else bias.numpy(),
-            distances.numpy(),
-            None if weight is None else weight.numpy(),
-            config.model.seq_length,
-            path if len(kernels) == 1 else path.with_stem(f"{path.stem}_layer{index}"),
-        )
+        found = {
+            "bias b(d)": kernel.bias_at(kernel_HN, distances, position),
+            "weight w(d)": kernel.weight(kernel_HN, distances),
+        }
+        values = {name: each.double().numpy() for name, each in found.items() if each is not None}
+        one, what = len(kernels) == 1, "The kernel of each head"
+        what += "" if one else f" in layer {index}"
+        title = length_report.picture_title(what, kernel.name, config, step)
+        length = config.model.seq_length
+        figure = length_report.kernels_figure(values, distances.numpy(), length, title)
+        pictures.save(figure, path if one else path.with_stem(f"{path.stem}_layer{index}"))

@@ -87,4 +87,4 @@ def log_final_losses(data: JobData, engine: Engine, log: RunLog) -> None:
         loss = held_out_loss(data, engine, name, before)
         if loss is not None:
             text = f"{name} loss after training: {loss:.4f}"
-            log.metrics(t.train_iters, {f"final/{name}_loss": loss}, text=text)
+            log.metrics(t.train_iters, {f"final/{name}_loss": loss}, text)

@@ -1,13 +1,7 @@
-"""Write the results of an evaluation by length: a table, two CSV files, and two plots.
-
-matplotlib is imported inside the functions, because the import takes half a second. The plots use
-`Figure` without pyplot, because `Figure` needs no display and leaves no global state.
-"""
+"""Write the results of an evaluation by length: a table, two CSV files, and two plots."""
 
 from __future__ import annotations
 
-import io
-import itertools
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -15,23 +9,26 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from megatron import pictures
+from megatron.config import Config
 from megatron.evaluation.perplexity_statistics import LengthResult
-from megatron.files import replace_table, write_bytes
+from megatron.files import replace_table
+from megatron.readable_numbers import now
 from megatron.run_folder import RunFolder
 
 if TYPE_CHECKING:
-    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 Baselines = Mapping[str, LengthResult]
 """Maps descriptions to results of the same model with a short context."""
+LINEAR = 50.0  # the largest absolute bias or weight that is drawn on a linear axis
 
 
 def write_extrapolation(
     rows: Sequence[LengthResult], run_dir: Path, train_length: int, baselines: Baselines,
     title: str, about: Mapping[str, Any],
 ) -> str:  # fmt: skip
-    """Write `extrapolation.csv` and `extrapolation.png` into `run_dir` and return the table.
+    """Write `extrapolation.csv`, and `.png` and `.svg`, into `run_dir` and return the table.
 
     The CSV files of an earlier evaluation are kept with `.previous` added to their names.
 
@@ -59,43 +56,26 @@ def write_extrapolation(
     named = shorter.rename(columns={"length": "context"}).reset_index()
     replace_table(run.baselines, csv_of(named.assign(**about)) if baselines else None)
     figure = extrapolation_figure(rows, train_length, baselines, title)
-    write_bytes(run.extrapolation.with_suffix(".png"), figure_png(figure))
+    pictures.save(figure, run.extrapolation.with_suffix(".png"))
     return _table(rows, train_length, baselines, title)
 
 
-def write_kernels(
-    bias_by_head: Any | None, distances: Any, weights: Any | None, train_length: int, path: Path
-) -> None:
-    """Plot the distance kernel of each head h: its bias b_h(d) and its weight w_h(d).
-
-    The distances d between query and key are on a log axis, so d = 0 is left out.
+def picture_title(what: str, name: str, config: Config, step: int, lengths: str = "") -> str:
+    """Return the title of a picture: `what` of which model, on which data, and the date.
 
     Args:
-        bias_by_head: [H, n], the biases that H heads add to the attention scores at n distances;
-            None if there are none.
-        distances: [n], the distances in tokens.
-        weights: [H, n], the factors that multiply the attention scores; None if there are none.
-        train_length: The sequence length in training, in tokens; the plot marks it.
-        path: The PNG file to write.
-
-    Raises:
-        ValueError: The shapes do not fit, or there is neither a bias nor a weight.
+        name: The name of the model's positional embedding.
+        step: The optimizer steps that the model was trained for.
+        lengths: The lengths in training. If "", they are the config's `seq_length` in tokens.
     """
-    distance_n = np.asarray(distances, dtype=np.float64)
-    panels = [
-        (label, np.asarray(values, dtype=np.float64))
-        for label, values in (("bias $b_h(d)$", bias_by_head), ("weight $w_h(d)$", weights))
-        if values is not None
-    ]
-    if not panels:
-        raise ValueError("neither a bias nor a weight: there is no kernel to draw")
-    for label, values in panels:
-        if values.ndim != 2 or values.shape[1:] != distance_n.shape:
-            raise ValueError(
-                f"{label}: shape {values.shape} does not fit {distance_n.shape} distances"
-            )
-    path.parent.mkdir(parents=True, exist_ok=True)
-    write_bytes(path, figure_png(kernels_figure(panels, distance_n, train_length)))
+    model, data = config.model, config.data
+    paths = data.data_path or data.valid_data_paths
+    texts = [paths] if isinstance(paths, str) else list(paths)
+    text = f"{len(texts)} texts" if len(texts) > 1 else Path(*texts).name
+    return (
+        f"{what} of {name}, {model.num_layers} layers of width {model.hidden_size}, step {step:,}\n"
+        f"{text}, trained at {lengths or f'{model.seq_length:,} tokens'}, {now()[:10]}"
+    )
 
 
 def csv_of(table: Any) -> bytes:
@@ -142,71 +122,50 @@ def _measured(value: float, error: float, digits: int) -> str:
 def extrapolation_figure(
     rows: Sequence[LengthResult], train_length: int, baselines: Baselines, title: str
 ) -> Figure:
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(7.0, 4.3), layout="constrained")
-    axes = figure.add_subplot()
+    """Plot the perplexity by length, with one standard error on both sides, and the baselines."""
     lengths = [row.length for row in rows]
-    values = [row.perplexity for row in rows]
-    axes.errorbar(
-        lengths, values, yerr=[row.perplexity_stderr for row in rows],
-        marker="o", markersize=4, capsize=3, color="tab:blue", label="perplexity ± standard error",
-    )  # fmt: skip
-    shown = list(values)
-    styles = itertools.cycle(("dotted", "dashdot"))
-    for (label, baseline), style in zip(baselines.items(), styles, strict=False):
-        shown.append(baseline.perplexity)
-        axes.axhline(
-            baseline.perplexity, color="tab:red", linestyle=style, label=f"same model, {label}"
-        )
-    axes.set_xscale("log", base=2)
-    axes.set_xticks(lengths, [f"{length:,}" for length in lengths])
-    axes.minorticks_off()
-    mark_training_length(axes, train_length)
-    # Leave room above and below, so that noise on a flat curve does not fill the plot.
-    lowest, highest = min(shown), max(shown)
-    if math.isfinite(highest) and lowest > 0:
-        axes.set_ylim(lowest * 0.85, highest * 1.15)
-        if highest > 10 * lowest:
-            axes.set_yscale("log")
-            axes.yaxis.set_major_formatter("{x:g}")
-            axes.yaxis.set_minor_formatter("{x:g}")
-    axes.set(xlabel="sequence length (tokens)", ylabel="perplexity", title=title)
-    axes.grid(alpha=0.3)
-    axes.legend(frameon=False)
-    return figure
+    values = np.array([row.perplexity for row in rows])
+    errors = np.nan_to_num([row.perplexity_stderr for row in rows])
+    band, style = (values - errors, values + errors), {"linestyle": "--", "marker": ""}
+    curves = [pictures.Curve("perplexity ± standard error", lengths, values, band)]
+    for label, each in baselines.items():
+        curves.append(pictures.Curve(label, lengths, 0 * values + each.perplexity, style=style))
+    xlabel = "sequence length (tokens)"
+    return pictures.by_length(title, [curves], xlabel, "perplexity", train_length)
 
 
+@pictures.in_style()
 def kernels_figure(
-    panels: Sequence[tuple[str, np.ndarray]], distance_n: np.ndarray, train_length: int
+    kernels: Mapping[str, np.ndarray], distance_n: np.ndarray, train_length: int, title: str
 ) -> Figure:
-    import matplotlib
-    from matplotlib.figure import Figure
+    """Plot the distance kernel of each head. Distances are on a log axis, so d = 0 is left out.
 
-    figure = Figure(figsize=(7.0, 3.6 * len(panels)), layout="constrained")
+    If a value is beyond LINEAR, the values from -1 to 1 are on a linear axis and those beyond on a
+    logarithmic one, so that all heads show.
+
+    Args:
+        kernels: Maps the label of an axis to values [H, n] of H heads at n distances.
+        distance_n: [n], the distances in tokens.
+        train_length: The sequence length in training, in tokens; the plot marks it.
+    """
+    parts = [
+        (label, values_Hn, heads)
+        for label, values_Hn in kernels.items()
+        for heads in pictures.divided(range(len(values_Hn)))
+    ]
+    figure, plots = pictures.panels(title, len(parts), height=3.2)
     on_axis = distance_n >= 1
-    for axes, (label, values_hn) in zip(
-        figure.subplots(len(panels), squeeze=False).flat, panels, strict=True
-    ):
-        heads = len(values_hn)
-        colours = matplotlib.colormaps["viridis"](np.linspace(0, 0.9, heads))
-        for head, (values, colour) in enumerate(zip(values_hn, colours, strict=True)):
-            axes.plot(distance_n[on_axis], values[on_axis], color=colour, label=f"head {head}")
+    for axes, (label, values_Hn, heads) in zip(plots, parts, strict=True):
+        for number, head in enumerate(heads):
+            x, y = distance_n[on_axis], values_Hn[head][on_axis]
+            axes.plot(x, y, marker="", color=f"C{number}", label=f"head {head}")
+        axes.sharey(next(plot for plot, part in zip(plots, parts, strict=True) if part[0] == label))
+        if np.abs(values_Hn).max() > LINEAR:
+            axes.set_yscale("symlog", linthresh=1.0)
+        axes.yaxis.set_major_formatter(pictures.PLAIN)
         axes.set_xscale("log")
-        mark_training_length(axes, train_length)
-        axes.set(xlabel="distance $d$ (tokens)", ylabel=label)
-        axes.grid(alpha=0.3)
-        if heads <= 16:
-            axes.legend(frameon=False, fontsize="x-small", ncols=2)
+        pictures.plain_ticks(axes.xaxis, 1.0, float(distance_n.max()))
+        pictures.mark_training_length(axes, train_length)
+        axes.set(xlabel="distance d (tokens)", ylabel=label)
+    pictures.label_lines(plots)
     return figure
-
-
-def mark_training_length(axes: Axes, train_length: int) -> None:
-    label = f"training length {train_length:,}"
-    axes.axvline(train_length, color="0.4", linestyle="--", linewidth=1, label=label)
-
-
-def figure_png(figure: Figure) -> bytes:
-    out = io.BytesIO()
-    figure.savefig(out, format="png", dpi=150)
-    return out.getvalue()

@@ -62,7 +62,7 @@ def measured_with(config: Config, step: int) -> dict[str, Any]:
 def scaled(title: str, config: Config) -> str:
     """Return `title`, with the factor of the distances if there is one."""
     scale = config.evaluation.eval_distance_scale
-    return title if scale == 1.0 else f"{title}, distances x {scale:g}"
+    return title if scale == 1.0 else f"{title} at distances x {scale:g}"
 
 
 def summarise(length: int, losses: np.ndarray, bytes_scored: np.ndarray) -> LengthResult:

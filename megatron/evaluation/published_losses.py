@@ -36,4 +36,4 @@ def log_published_losses(data: JobData, engine: Engine, log: RunLog, step: int) 
             f"{config.model.seq_length_val} tokens, from sample {first} on{short}"
         )
         values = {f"final/{name}_loss": loss, f"final/{name}_ppl": perplexity(loss)}
-        log.metrics(step, values, text=text)
+        log.metrics(step, values, text)

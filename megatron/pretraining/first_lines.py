@@ -35,6 +35,13 @@ def first_lines(
         start.text,
         *doubts(c),
     ]
+    left = c.training.train_iters - step
+    if left > 0:
+        batch, length = c.batch.train_batch_size, c.model.seq_length
+        lines.append(
+            f"to do: {left:,} steps of {batch:,} x {length:,} tokens, "
+            f"{left * batch * length:,} in all; into {c.checkpoint.save or 'no folder'}"
+        )
     if step >= c.training.train_iters > 0:
         lines.append(f"step {step} of {c.training.train_iters}: nothing to train")
     return lines

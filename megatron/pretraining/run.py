@@ -151,16 +151,18 @@ class Job:
     def run(self) -> None:
         """Train up to the last step, then evaluate as the config asks."""
         c, step, trains = self.config, self.progress.step, self.config.training.train_iters > 0
+        lines = first_lines(c, self.groups, self.model, self.data.text, self.start, step)
         with RunLog(
             self.run_dir,
             c.logging,
             is_main=self.groups.is_main,
             config=c.to_flat_dict(),
+            card="\n".join(lines),
             append=step > 0 or not trains,
             last_step=step if trains else None,
             confirm=self.confirm,
         ) as log:
-            for line in first_lines(c, self.groups, self.model, self.data.text, self.start, step):
+            for line in lines:
                 log.line(line)
             self._write_config(log)
             with suppress(preemption.Leave):
@@ -258,15 +260,13 @@ class Job:
         )
 
     def _validate(self, log: RunLog, step: int) -> dict[str, float]:
-        """Run the validation after `step` and return its metrics."""
-        # With the loss by length, pictures of the distance kernels are logged, too.
+        """Run the validation after `step`, show the kernels of then, and return its metrics."""
         c, pos = self.config, self.model.pos
         found = validation(self.data, self.engine, step)
-        by_length = any(name.rpartition("_at_")[1] for name in found)
-        if by_length and (c.logging.tensorboard_dir or c.logging.use_wandb):
+        if pos.has("distance") and (c.logging.tensorboard_dir or c.logging.use_wandb):
             theta_HN = self.theta.master_of_all_heads()
-            if self.groups.is_main and pos.has("distance"):
-                draw_kernels(pos, theta_HN, c, self.run_dir)
+            if self.groups.is_main:
+                draw_kernels(pos, theta_HN, c, self.run_dir, step)
                 log.pictures(step, self.run_dir, "kernels*.png")
         return found
 

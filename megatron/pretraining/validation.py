@@ -50,7 +50,7 @@ class Validation(Hook):
     def _validate(self, step: int) -> None:
         if found := self._measure(step):
             text = f"  validation at step {step}: {described(found)}"
-            self._log.metrics(step, found | perplexities(found), text=text)
+            self._log.metrics(step, found | perplexities(found), text)
         self._owed = False
 
 

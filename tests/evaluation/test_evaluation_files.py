@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
+import re
 from types import SimpleNamespace
 
 import pandas as pd
 import pytest
 import torch
 
+from megatron import pictures
 from megatron.config import load_config
 from megatron.data.errors import DataError
 from megatron.data.tasks.registry import build_task
 from megatron.engine.build import tokenizer_of
 from megatron.engine.open_text import open_text
-from megatron.evaluation import accuracy, by_length, length_report
+from megatron.evaluation import accuracy, by_length
 from megatron.evaluation.accuracy import Accuracy, write_accuracy
 from megatron.evaluation.by_length import draw_kernels, evaluate_checkpoint, measurement_of
 from megatron.parallel.groups import build_groups
 from megatron.positional import load
+from tests.evaluation.figures import band_of, names_of
 from tests.helpers.jobs import write_config, write_shards
 
 CPU = build_groups(torch.device("cpu"))
@@ -49,7 +52,7 @@ def evaluate(tmp_path, monkeypatch):
             saved=SimpleNamespace(step=70),
         )
         monkeypatch.setattr(by_length, "open_run", lambda *given: opened)
-        monkeypatch.setattr(length_report, "figure_png", lambda figure: b"")
+        monkeypatch.setattr(pictures, "save", lambda figure, path: path.write_bytes(b""))
         (tmp_path / "run").mkdir(exist_ok=True)
         folder = tmp_path / out if out else None
         results = evaluate_checkpoint(config, tmp_path / "run", out=folder, say=said.append)
@@ -65,7 +68,9 @@ def harmonic(length):
 def test_tables_and_titles(evaluate):
     said, folder, results = evaluate()
     assert said[0] == "opened" and said[1].startswith("length 16: perplexity ")
-    assert said[3].splitlines()[0] == "kerple_log, trained at 16"
+    title, about = said[3].splitlines()[:2]
+    assert title == "Perplexity by length of kerple_log, 2 layers of width 32, step 70"
+    assert re.fullmatch(r"text_document, trained at 16 tokens, \d{4}-\d\d-\d\d", about)
     assert said[4] == f"written to {folder}: extrapolation.csv and pictures"
     table = pd.read_csv(folder / "extrapolation.csv")
     assert table.loss.tolist() == pytest.approx([harmonic(16), harmonic(32)], rel=1e-6)
@@ -76,10 +81,10 @@ def test_tables_and_titles(evaluate):
     assert [result.length for result in results] == [16, 32]
 
 
-@pytest.mark.parametrize(("scale", "title"), [(0.5, ", distances x 0.5"), (2.0, ", distances x 2")])
+@pytest.mark.parametrize(("scale", "title"), [(0.5, "x 0.5"), (2.0, "x 2")])
 def test_a_title_names_another_scale_of_distances(evaluate, scale, title):
     said, folder, _ = evaluate(eval_distance_scale=scale)
-    assert said[3].splitlines()[0] == f"kerple_log, trained at 16{title}"
+    assert said[3].startswith(f"Perplexity by length at distances {title} of kerple_log, ")
     table = pd.read_csv(folder / "extrapolation.csv")
     assert table.distance_scale.tolist() == [scale, scale]
 
@@ -121,14 +126,14 @@ def test_a_split_that_is_too_short_is_an_error(tmp_path):
 
 @pytest.fixture
 def drawn(tmp_path, monkeypatch):
-    """Return a function that calls `draw_kernels`, and returns the arguments of `write_kernels`."""
+    """Return a function that calls `draw_kernels`, and returns the figure of each file's name."""
 
     def draw(pos, theta=None, **keys):
-        calls = []
-        monkeypatch.setattr(length_report, "write_kernels", lambda *given: calls.append(given))
+        figures = {}
+        monkeypatch.setattr(pictures, "save", lambda figure, path: figures.update({path: figure}))
         config = load_config([write_config(tmp_path / "c.yml", "text", **KEYS | keys)])
-        draw_kernels(pos, theta, config, tmp_path)
-        return calls
+        draw_kernels(pos, theta, config, tmp_path, 70)
+        return {path.name: figure for path, figure in figures.items()}
 
     return draw
 
@@ -136,19 +141,22 @@ def drawn(tmp_path, monkeypatch):
 def test_kernels_are_those_of_trained_theta(drawn):
     """kerple_log: b(d) = -p log(1 + a d), for p = 1, 2, 3, 4 and a = 0.5."""
     theta = torch.tensor([[p, 0.5] for p in (1.0, 2.0, 3.0, 4.0)])
-    [(bias, distances, weight, length, path)] = drawn(load("kerple_log"), theta)
-    assert weight is None and length == 16 and path.name == "kernels.png"
-    assert distances.tolist() == list(range(1, 33))  # up to the largest of `eval_lengths`
+    figure = drawn(load("kerple_log"), theta)["kernels.png"]
+    title, about = figure.get_suptitle().splitlines()
+    assert title == "The kernel of each head of kerple_log, 2 layers of width 32, step 70"
+    assert about.startswith("text, trained at 16 tokens, 20")
+    [axes] = figure.axes
+    assert axes.get_ylabel() == "bias b(d)"
     for head in range(4):
+        distances, values = axes.lines[head].get_data()
+        assert distances.tolist() == list(range(1, 33))  # up to the largest of `eval_lengths`
         expected = -(head + 1) * torch.log1p(0.5 * torch.arange(1, 33))
-        assert bias[head] == pytest.approx(expected.numpy(), rel=1e-5)
+        assert values == pytest.approx(expected.numpy(), rel=1e-5)
 
 
-def test_layers_with_other_kernels_have_pictures_of_their_own(drawn):
-    pos = load("sandwich+rotary")
-    [(_, _, _, _, path)] = drawn(pos)
-    assert path.name == "kernels.png"
-    assert drawn(load("rotary")) == []
+def test_only_distances_have_pictures(drawn):
+    assert drawn(load("sandwich+rotary")).keys() == {"kernels.png"}
+    assert drawn(load("rotary")) == {}
 
 
 COPY = build_task("copy", {"max_length": 4})
@@ -156,7 +164,7 @@ COPY = build_task("copy", {"max_length": 4})
 
 def test_the_picture_of_the_accuracy_has_its_interval(tmp_path, monkeypatch):
     figures = []
-    monkeypatch.setattr(accuracy, "figure_png", lambda figure: figures.append(figure) or b"")
+    monkeypatch.setattr(pictures, "save", lambda figure, path: figures.append(figure))
     rows = [
         Accuracy(4, 1.0, 10, exact=0.5, exact_low=0.2, exact_high=0.6, token=0.9),
         Accuracy(8, 2.0, 10, exact=0.25, exact_low=0.125, exact_high=0.5, token=0.75),
@@ -172,22 +180,18 @@ def test_the_picture_of_the_accuracy_has_its_interval(tmp_path, monkeypatch):
     assert " 0.125 " in text and "distance_scale" in text and "code" not in text
     assert text.endswith(f"written to {tmp_path}/new: accuracy.csv and accuracy.png")
     axes = figures[0].axes[0]
-    bars = axes.containers[0].lines[2][0].get_segments()
-    assert [bar[:, 1].tolist() for bar in bars] == [
-        pytest.approx([0.2, 0.6]), pytest.approx([0.125, 0.5])
-    ]  # fmt: skip
+    assert band_of(axes) == {(4, 0.2), (4, 0.6), (8, 0.125), (8, 0.5)}
     low, high = axes.get_ylim()
     assert low < 0 and high > 1  # points at 0 and 1 are inside the frame
-    labels = [each.get_text() for each in axes.get_legend().get_texts()]
-    assert labels == ["tokens", "training length 4", "whole answers, 95% interval"]
+    assert names_of(axes) == ["tokens", "whole answers, 95%\ninterval"]
 
 
-@pytest.mark.parametrize(("scale", "title"), [(1.0, ""), (0.5, ", distances x 0.5")])
+@pytest.mark.parametrize(("scale", "title"), [(1.0, ""), (0.5, " at distances x 0.5")])
 def test_the_title_of_the_accuracy(tmp_path, monkeypatch, scale, title):
     found = Accuracy(4, 1.0, 10, 0.5, 0.2, 0.6, 0.9)
     given = []
     monkeypatch.setattr(accuracy, "accuracy_at", lambda *each: given.append(each[2:4]) or found)
-    monkeypatch.setattr(accuracy, "figure_png", lambda figure: b"")
+    monkeypatch.setattr(pictures, "save", lambda figure, path: None)
     config = write_config(
         tmp_path / "c.yml", "builtin:copy", tokenizer_type="TaskTokenizer", train_batch_size=4,
         task_options={"max_length": 4}, eval_lengths=[8, 4], eval_examples=7,
@@ -199,7 +203,8 @@ def test_the_title_of_the_accuracy(tmp_path, monkeypatch, scale, title):
     said: list[str] = []
     accuracy.evaluate_task(measured, COPY, tmp_path, said.append)
     assert given == [(4, 7), (8, 7)]
-    assert said[0].splitlines()[0] == f"copy, alibi, trained at 1 to 4{title}"
+    assert said[0].startswith(f"Accuracy in copy{title} of alibi, 2 layers of width 32, step 3\n")
+    assert said[0].splitlines()[1].startswith("builtin:copy, trained at 1 to 4, 20")
     rows = pd.read_csv(tmp_path / "accuracy.csv")
     assert (
         rows[["distance_scale", "step", "split"]].to_numpy().tolist() == [[scale, 3, "valid"]] * 2

@@ -13,8 +13,8 @@ import math
 import pytest
 from PIL import Image
 
-from megatron.evaluation import length_report
-from tests.helpers.board import pictures, scalars
+from megatron import pictures as drawing
+from tests.helpers.board import chart, pictures, scalars, texts
 from tests.helpers.jobs import rows, train_run, write_shards
 from tests.helpers.launch import run_ranks
 
@@ -31,8 +31,7 @@ TASK = {
 def train(groups, folder):
     png = io.BytesIO()
     Image.new("RGB", (3, 2)).save(png, "PNG")
-    length_report.figure_png = lambda figure: png.getvalue()
-    length_report.write_kernels = lambda *arguments: arguments[-1].write_bytes(png.getvalue())
+    drawing.save = lambda figure, path: path.write_bytes(png.getvalue())
     board = {"tensorboard_dir": str(folder / "board"), "peak_theoretical_tflops": 0.5}
     train_run(groups, folder / "text", write_shards(folder), KEYS | TEXT | board)
     train_run(groups, folder / "task", "builtin:copy", KEYS | TASK)
@@ -61,18 +60,24 @@ def every_number_is_in_tensorboard(run, board):
         for name in row.keys() - {"step", "time", "elapsed_seconds"}:
             numbers = row[name] if isinstance(row[name], list) else [row[name]]
             tags = [f"{name}/{i}" for i in range(4)] if isinstance(row[name], list) else [name]
+            tags = [chart(tag) for tag in tags]
             names |= set(tags)
             for tag, number in zip(tags, numbers, strict=True):
                 assert shown[tag][row["step"]] == [pytest.approx(number, rel=1e-6)], tag
     assert names == shown.keys()
     for name in ("loss", "lr", "grad_norm", "tokens_per_second", "tflops_per_device", "mfu"):
-        assert len(shown[f"train/{name}"]) == 6, name
-    assert list(shown["train/samples"].items()) == [(n, [4 * n]) for n in range(1, 7)]
-    assert shown["train/tokens"][6] == [6 * 4 * 16] and shown["train/memory_gb"][6][0] > 0.05
-    [mfu], [tflops] = shown["train/mfu"][6], shown["train/tflops_per_device"][6]
+        assert len(shown[chart(f"train/{name}")]) == 6, name
+    assert list(shown["3_train/samples"].items()) == [(n, [4 * n]) for n in range(1, 7)]
+    assert shown["3_train/tokens"][6] == [6 * 4 * 16] and shown["3_train/memory_gb"][6][0] > 0.05
+    [mfu], [tflops] = shown["3_train/mfu"][6], shown["3_train/tflops_per_device"][6]
     assert mfu == pytest.approx(tflops / 0.5)
-    [loss], [ppl] = (shown[f"validation/{name}_at_32"][6] for name in ("loss", "perplexity"))
-    assert ppl == pytest.approx(math.exp(loss)) and shown["validation/perplexity"].keys() == {3, 6}
-    # Step 6 is evaluated twice: in the validation by length, and after training.
-    assert [step for step, _ in pictures(board, "pictures/kernels")] == [6, 6]
+    [loss], [ppl] = (shown[chart(f"validation/{name}_at_32")][6] for name in ("loss", "perplexity"))
+    assert ppl == pytest.approx(math.exp(loss)) and shown["2_validation/perplexity"].keys() == {
+        3,
+        6,
+    }
+    # Each validation shows the kernels, and so does the evaluation after training.
+    assert [step for step, _ in pictures(board, "pictures/kernels")] == [3, 6, 6]
+    card = texts(board)["card"].split("\n\n")
+    assert " parameters, kerple_log, fp32, " in card[0] and card[-1].startswith("to do: 6 steps of")
     assert [step for step, _ in pictures(board, "pictures/extrapolation")] == [6]

@@ -12,8 +12,11 @@ import numpy as np
 import pytest
 
 from megatron.evaluation import length_report
-from megatron.evaluation.length_report import write_extrapolation, write_kernels
+from megatron.evaluation.length_report import write_extrapolation
 from megatron.evaluation.perplexity_statistics import LengthResult
+from tests.evaluation.figures import band_of, curves_of, names_of, ticks_of
+
+PICTURES = {"extrapolation.png", "extrapolation.svg"}
 
 ABOUT = {"distance_scale": 1.0, "split": "valid", "step": 3, "code": "c"}
 
@@ -64,29 +67,39 @@ def test_table_shows_errors_multiples_of_the_training_length_and_the_baseline(tm
     assert float(read[0]["perplexity"]) == math.exp(2.0) and "length" not in read[0]
 
 
-def test_plot_marks_training_length_baseline_and_error_bars(tmp_path):
+def test_plot_marks_training_length_baselines_and_errors(tmp_path):
     results = [result(2**k, 1.5 - 0.01 * k) for k in range(7, 12)]
     baselines = {"16 tokens": result(16, 2.0), "8 tokens": result(8, 3.0)}
     write_extrapolation(results, tmp_path, 128, baselines, "t", {})
     width, height = image_size(tmp_path / "extrapolation.png")
     assert width > 800 and height > 500
-    axes = length_report.extrapolation_figure(results, 128, baselines, "t").axes[0]
-    assert axes.get_xscale() == "log" and axes.get_yscale() == "linear"
-    texts = " | ".join(text.get_text() for text in axes.get_legend().get_texts())
-    assert "training length 128" in texts and "same model, 8 tokens" in texts
-    bars = axes.containers[0].lines[2][0].get_segments()
-    halves = [(bar[1][1] - bar[0][1]) / 2 for bar in bars]
-    assert np.allclose(halves, [row.perplexity_stderr for row in results])
+    figure = length_report.extrapolation_figure(results, 128, baselines, "model, data\nday")
+    [axes] = figure.axes
+    assert figure.get_suptitle() == "model, data\nday"
+    assert ticks_of(axes.xaxis) == ["128", "256", "512", "1,024", "2,048"]
+    assert names_of(axes) == ["8 tokens", "16 tokens", "perplexity ±\nstandard error"]
+    assert "trained at 128" in [text.get_text() for text in axes.texts]
+    ends = {
+        (row.length, row.perplexity + sign * row.perplexity_stderr)
+        for row in results for sign in (-1, 1)
+    }  # fmt: skip
+    assert band_of(axes) == ends
     # The axis keeps room around the curve: 5% of difference must not look like a collapse.
+    assert axes.get_yscale() == "log"  # 20 is over three times 4
     low, high = axes.get_ylim()
-    shown = [row.perplexity for row in (*results, *baselines.values())]
-    assert (low, high) == pytest.approx((0.85 * min(shown), 1.15 * max(shown)))
-    assert high - low > 0.3 * min(row.perplexity for row in results)
+    lowest = min(end for _, end in ends)
+    assert (low, high) == pytest.approx((0.85 * lowest, 1.15 * baselines["8 tokens"].perplexity))
 
 
-def test_an_exploding_perplexity_gets_a_log_axis():
-    results = [result(128, 1.5), result(256, 9.0)]
-    assert length_report.extrapolation_figure(results, 128, {}, "t").axes[0].get_yscale() == "log"
+def test_an_exploding_perplexity_gets_a_log_axis_with_plain_numbers():
+    def figure(*losses):
+        results = [result(128 * 2**n, loss) for n, loss in enumerate(losses)]
+        return length_report.extrapolation_figure(results, 128, {}, "t").axes[0]
+
+    assert figure(1.5, 2.5).get_yscale() == "linear"
+    assert ticks_of(figure(1.5, 9.0).yaxis) == ["10", "100", "1,000"]
+    assert ticks_of(figure(1.5, 4.2).yaxis) == ["5", "10", "20", "50"]
+    assert ticks_of(figure(2.8, 4.2).yaxis) == ["20", "40", "60"]
 
 
 @pytest.mark.parametrize("lengths", [[], [128, 128]])
@@ -103,7 +116,7 @@ def test_tables_of_an_earlier_evaluation_stay(tmp_path):
     for _ in range(2):  # a second time the same
         write_extrapolation(first, tmp_path, 128, both, "t", {})
     names = {"extrapolation.csv", "context_baseline.csv"}
-    assert {p.name for p in tmp_path.iterdir()} == {*names, "extrapolation.png"}
+    assert {p.name for p in tmp_path.iterdir()} == {*names, *PICTURES}
     before = {name: (tmp_path / name).read_bytes() for name in names}
     write_extrapolation([result(65536, 1.5)], tmp_path, 128, {}, "t", {})
     assert not (tmp_path / "context_baseline.csv").exists()
@@ -113,7 +126,7 @@ def test_tables_of_an_earlier_evaluation_stay(tmp_path):
 
 def test_no_temporary_files_stay_and_a_failed_write_leaves_the_old_file(tmp_path, monkeypatch):
     write_extrapolation([result(128, 1.5)], tmp_path, 128, {}, "t", {})
-    assert {p.name for p in tmp_path.iterdir()} == {"extrapolation.csv", "extrapolation.png"}
+    assert {p.name for p in tmp_path.iterdir()} == {"extrapolation.csv", *PICTURES}
     before = (tmp_path / "extrapolation.csv").read_bytes()
 
     def full_disk(self, content):
@@ -125,44 +138,48 @@ def test_no_temporary_files_stay_and_a_failed_write_leaves_the_old_file(tmp_path
     with pytest.raises(OSError, match="no space"):
         write_extrapolation([result(128, 2.5)], tmp_path, 128, {}, "t", {})
     assert (tmp_path / "extrapolation.csv").read_bytes() == before
-    assert len(list(tmp_path.iterdir())) == 2
+    assert len(list(tmp_path.iterdir())) == 3
 
 
-def test_kernels_plot_draws_every_head_of_bias_and_weight(tmp_path):
-    distances = np.arange(0, 2048)
-    slopes = np.array([[0.5], [1.0], [2.0]])
-    bias = -slopes * np.log1p(distances)
-    path = tmp_path / "run" / "kernels.png"
-    write_kernels(bias, distances, None, 128, path)
-    one_panel = image_size(path)
-    write_kernels(bias, distances, np.exp(bias), 128, path)
-    assert image_size(path)[1] == 2 * one_panel[1]
-    write_kernels(None, distances, np.exp(bias), 128, path)
-    assert image_size(path) == one_panel
+def kernels(heads: int, steepest: float = 2.0, names: tuple[str, ...] = ("bias b(d)",)):
+    distances = np.arange(0, 2048.0)
+    values = -np.geomspace(0.5, steepest, heads)[:, None] * np.log1p(distances)
+    panels = dict.fromkeys(names, values)
+    return values, length_report.kernels_figure(panels, distances, 128, "t").axes
 
-    axes = length_report.kernels_figure([("b", bias)], distances.astype(float), 128).axes[0]
-    assert axes.get_xscale() == "log"
-    curves = [line for line in axes.lines if line.get_label().startswith("head")]
+
+def test_kernels_plot_draws_every_head_of_bias_and_weight():
+    values, [axes] = kernels(3)
+    assert axes.get_xscale() == "log" and axes.get_yscale() == "linear"
+    curves = curves_of(axes)
     assert len(curves) == 3
-    assert np.array_equal(curves[1].get_xdata(), distances[1:])  # d = 0 is not on a log axis
-    assert np.array_equal(curves[1].get_ydata(), bias[1, 1:])
+    assert np.array_equal(curves[1].get_xdata(), np.arange(1, 2048))  # a log axis has no d = 0
+    assert np.array_equal(curves[1].get_ydata(), values[1, 1:])
+    assert names_of(axes) == ["head 0", "head 1", "head 2"]
+    assert ticks_of(axes.xaxis) == ["1", "10", "100", "1,000"]
+    _, both = kernels(3, names=("bias b(d)", "weight w(d)"))
+    assert [axes.get_ylabel() for axes in both] == ["bias b(d)", "weight w(d)"]
 
 
-@pytest.mark.parametrize(("heads", "named"), [(16, True), (17, False)])
-def test_a_legend_names_up_to_16_heads(heads, named):
-    panels = [("b", np.zeros((heads, 4))), ("w", np.ones((heads, 4)))]
-    for axes in length_report.kernels_figure(panels, np.arange(4.0), 128).axes:
-        legend = axes.get_legend()
-        assert (legend is not None) == named
-        if legend:
-            assert len(legend.get_texts()) == heads + 1  # and the training length
+@pytest.mark.parametrize(("heads", "plots"), [(8, [8]), (9, [5, 4]), (12, [6, 6]), (17, [6, 6, 5])])
+def test_at_most_eight_heads_share_a_plot(heads, plots):
+    _, found = kernels(heads)
+    assert [len(curves_of(axes)) for axes in found] == plots
+    assert len({axes.get_ylim() for axes in found}) == 1  # plots of one kernel can be compared
+    names = [name for axes in found for name in names_of(axes)]
+    assert sorted(names) == sorted(f"head {n}" for n in range(heads))
+    colours = [line.get_color() for line in curves_of(found[0])]
+    assert len(set(colours)) == plots[0]
 
 
-def test_kernels_plot_refuses_what_does_not_fit(tmp_path):
-    with pytest.raises(ValueError, match="does not fit"):
-        write_kernels(np.zeros((2, 5)), np.arange(6), None, 128, tmp_path / "k.png")
-    with pytest.raises(ValueError, match="neither"):
-        write_kernels(None, np.arange(6), None, 128, tmp_path / "k.png")
+def test_one_steep_head_does_not_hide_the_others():
+    """One of the heads falls to -800,000: the others still end at places that an eye can tell."""
+    values, [axes] = kernels(4, steepest=105_000)
+    assert values.min() < -800_000 and axes.get_yscale() == "symlog"
+    ends = axes.transData.transform(np.stack([np.full(4, 2047), values[:, -1]], 1))[:, 1]
+    height = axes.get_window_extent().height
+    assert np.diff(np.sort(ends)).min() > 0.1 * height
+    assert {"0", "\N{MINUS SIGN}1", "\N{MINUS SIGN}100,000"} <= {*ticks_of(axes.yaxis)}
 
 
 def test_importing_the_report_does_not_import_matplotlib(repo_root):

@@ -156,7 +156,7 @@ def results(now: Path) -> dict[str, str]:
     """Return a hash of each result file of the run, without times; previous results count not."""
     found = {}
     for name in file_hashes(now):
-        if "global_step" in name or ".previous" in name or name.endswith(".png"):
+        if "global_step" in name or ".previous" in name or name.endswith((".png", ".svg")):
             continue
         text = (now / name).read_bytes().decode(errors="replace")
         text = re.sub(r'"(date|time|seconds)": [^,}]*|\d\d\d\d-\d\d-\d\d[ T][\d:]+', "", text)

@@ -80,8 +80,10 @@ class Paper(_Strict):
 
 
 class Description(_Strict):
-    """The content of a grid file."""
+    """The content of a grid file. A report shows its `title` and `question`."""
 
+    title: str = ""
+    question: str = ""
     runs: str
     configs: list[str] = Field(min_length=1)
     axes: dict[str, list[str] | dict[str, Value | None]] = Field(min_length=1)

@@ -4,23 +4,28 @@ matplotlib and jinja2 are imported inside functions, as elsewhere in this projec
 """
 
 import base64
-import io
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import pandas as pd
 
+from megatron import pictures
 from megatron.config.choices import PUBLISHED_POSITIONAL_NAMES
-from megatron.files import parse_json, read_small, write_bytes, write_text
+from megatron.files import parse_json, read_small, write_text
 from megatron.readable_numbers import decimals
 from megatron.shipped import ROOT
 from tools.experiments.claims import Verdict, significant
 from tools.experiments.grid import Grid, filled
+from tools.experiments.grid_pictures import by_length
 from tools.experiments.moved_theta import VALUES
+from tools.experiments.report_head import Head
 from tools.experiments.results import CURVES, GAINS, Frame
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 PAPER = ROOT / "configs" / "paper" / "tables.json"
 MOVED_NOTE = (
@@ -39,8 +44,8 @@ class Section:
 
     Attributes:
         table: The formatted results, with a column for each length.
-        moved: A formatted table of how far training moved the positional parameters; may be empty.
-        pictures: Maps the caption of each picture to the content of its PNG file.
+        moved: A formatted table of how far training moved the kernels' parameters; may be empty.
+        pictures: Maps the caption of each picture to a figure, or to the file that has it.
     """
 
     # An axis is a setting that differs between the runs of a grid. The rows of the table are the
@@ -50,11 +55,17 @@ class Section:
     table: Frame
     note: str
     moved: Frame
-    pictures: dict[str, bytes] = field(default_factory=dict)
+    pictures: dict[str, Figure | Path] = field(default_factory=dict)
 
 
 def sections(
-    results: Frame, moved: Frame, rows: str, metric: str, grid: Grid | None, against_paper: bool
+    results: Frame,
+    moved: Frame,
+    rows: str,
+    metric: str,
+    grid: Grid | None,
+    against_paper: bool,
+    about: str,
 ) -> list[Section]:
     """Return the sections of a report.
 
@@ -64,7 +75,8 @@ def sections(
         rows: The setting whose values are the rows of the tables.
         metric: The name of the metric that the tables show.
         grid: The grid of the results; None for single run folders.
-        against_paper: Whether the tables also show the paper's results.
+        against_paper: Whether the tables also show the paper's numbers.
+        about: The second line of the title of each picture: the models, the data and the date.
     """
     # There is a section for each combination of values of the axes other than `rows`. `results`
     # comes from `results.of_grid` or `results.of_folders`, and `moved` from `moved_theta.of_runs`.
@@ -92,28 +104,33 @@ def sections(
             )
         table = _table(part, rows, marked, paper, gains)
         section = Section(title, table, note, _moved(own, rows))
-        section.pictures[f"{metric} by length"] = by_length(part, rows, metric)
-        for curve in CURVES.values():
-            if len(values := measured[measured["metric"] == curve]):
-                section.pictures[curve] = by_length(values, rows, curve)
+        curves = {metric: part} | {
+            curve: measured[measured["metric"] == curve] for curve in CURVES.values()
+        }
+        for name, values in curves.items():
+            if len(values):
+                head = f"{name.capitalize()}, mean ± standard deviation over seeds"
+                head += f": {title}\n{about}" if known else f"\n{about}"
+                section.pictures[f"{name} by length"] = by_length(values, rows, name, head)
         for row, runs in part.groupby(rows):
-            kernels = sorted(Path(runs["folder"].iloc[0]).glob("kernels*.png"))
-            section.pictures |= {
-                f"kernels of {row}, {p.stem}": read_small(p, 1 << 27) for p in kernels
-            }
+            for path in sorted(Path(runs["folder"].iloc[0]).glob("kernels*.svg")):
+                section.pictures[f"The kernels of {row}, {path.stem}"] = path
         found.append(section)
     return found
 
 
 def write(
     out: Path,
-    title: str,
+    head: Head,
     found: Sequence[Section],
     verdicts: Sequence[Verdict],
     remarks: Sequence[str],
     tables: Mapping[str, Frame],
 ) -> list[Path]:
     """Write the report, its tables and its plots into the folder `out`.
+
+    The files are `report.html`, `tables.md`, `tables.tex`, `verdicts.csv`, `by_length*.png`,
+    `by_length*.svg`, and the CSV files in `tables`. Return the paths of all files except the plots.
 
     Args:
         title: The title of the report.
@@ -128,8 +145,7 @@ def write(
     # The files are `report.html`, `tables.md`, `tables.tex`, `verdicts.csv`, `by_length*.png`, and
     # the CSV files in `tables`.
     out.mkdir(parents=True, exist_ok=True)
-    judged = pd.DataFrame([_row(each) for each in verdicts])
-    markdown, latex = [f"# {title}"], []
+    markdown, latex = [f"# {head.title}"], []
     for each in found:
         markdown += [f"## {each.title}", _markdown(each.table), each.note + "."]
         markdown += [_markdown(each.moved), MOVED_NOTE] if len(each.moved) else []
@@ -138,13 +154,14 @@ def write(
             text = text.replace(sign, command)
         latex.append(text)
     if verdicts:
-        markdown += ["## Endpoints", _markdown(judged)]
+        said = [f"- {v.word} ({v.name}): {v.claim}. {_numbers(v)}" for v in verdicts]
+        markdown += ["## Endpoints", "\n".join(said)]
     if remarks:
         markdown += ["## Remarks", *(f"- {remark}" for remark in remarks)]
     files = {
         "tables.md": "\n\n".join(markdown) + "\n",
         "tables.tex": "\n".join(latex),
-        "report.html": _html(title, found, judged, remarks),
+        "report.html": page(head, found, verdicts, remarks),
     }
     verdicts_csv = pd.DataFrame([asdict(each) for each in verdicts])
     for name, table in {**tables, "verdicts.csv": verdicts_csv}.items():
@@ -152,8 +169,8 @@ def write(
     for name, text in files.items():
         write_text(out / name, text)
     for number, each in enumerate(found):
-        picture = next(iter(each.pictures.values()))
-        write_bytes(out / f"by_length{number or ''}.png", picture)
+        figure: Any = next(iter(each.pictures.values()))
+        pictures.save(figure, out / f"by_length{number or ''}.png")
     return [out / name for name in files]
 
 
@@ -164,20 +181,6 @@ def change_of(verdict: Verdict) -> tuple[str, str]:
     shown = max(2, decimals(max(map(abs, values)), 2))
     change, low, high = (f"{value:+.{shown}f}" for value in values)
     return f"{change}%", f"{low} to {high}"
-
-
-def _row(verdict: Verdict) -> dict[str, Any]:
-    change, interval = change_of(verdict)
-    return {
-        "endpoint": verdict.name,
-        "claim": verdict.claim,
-        "seeds": verdict.seeds,
-        "change": change,
-        "95% interval": interval,
-        "p": f"{verdict.p:.2g}",
-        "p (Holm)": f"{verdict.holm:.2g}",
-        "verdict": verdict.word,
-    }
 
 
 def _paper_of(grid: Grid, known: dict[str, str]) -> PaperRows:
@@ -236,53 +239,33 @@ def _markdown(table: Frame) -> str:
     return "\n".join("| " + " | ".join(map(str, line)) + " |" for line in lines)
 
 
-def by_length(results: Frame, rows: str, metric: str) -> bytes:
-    """Return a plot of the metric by length as PNG.
-
-    Args:
-        rows: The setting whose values each have a line in the plot.
-    """
-    # For each value of the axis `rows`, the plot shows the mean over the seeds as a line, and one
-    # standard deviation on both sides as a band.
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(7.0, 4.3), layout="constrained")
-    axes = figure.add_subplot()
-    parts = results.groupby(rows, sort=False)
-    for number, (row, part) in enumerate(parts):
-        style = ("-", "--", ":")[number // 10 % 3]  # matplotlib has ten colours
-        values = part.groupby("length")["value"].agg(["mean", "std"])
-        mean, spread = values["mean"].to_numpy(), values["std"].fillna(0).to_numpy()
-        lengths = values.index.to_numpy()
-        axes.plot(lengths, mean, marker="o", markersize=3, linestyle=style, label=str(row))
-        axes.fill_between(lengths, np.maximum(mean - spread, mean / 10), mean + spread, alpha=0.2)
-    lengths = sorted(results["length"].unique())
-    axes.set_xscale("log", base=2)
-    axes.set_xticks(lengths, [f"{length:,}" for length in lengths])
-    low, high = results["value"].min(), results["value"].max()
-    if low > 0 and high > 10 * low:
-        axes.set_yscale("log")
-    axes.set(
-        xlabel="tokens of context" if metric in CURVES.values() else "sequence length (tokens)",
-        ylabel=metric,
-    )
-    axes.grid(alpha=0.3)
-    if len(parts) > 10:  # the legend would cover the lines
-        figure.legend(loc="outside right upper", frameon=False, fontsize="small")
-    else:
-        axes.legend(frameon=False, fontsize="small")
-    out = io.BytesIO()
-    figure.savefig(out, format="png", dpi=120, metadata={"Software": None})
-    return out.getvalue()
-
-
-def _html(title: str, found: Sequence[Section], judged: Frame, remarks: Sequence[str]) -> str:
+def page(
+    head: Head, found: Sequence[Section], verdicts: Sequence[Verdict], remarks: Sequence[str]
+) -> str:
     import jinja2
 
     loader = jinja2.FileSystemLoader(Path(__file__).parent)
     environment = jinja2.Environment(loader=loader, autoescape=True, trim_blocks=True)
-    environment.filters["base64"] = lambda content: base64.b64encode(content).decode()
+    environment.filters["base64"] = _base64
+    environment.filters["numbers"] = _numbers
+    environment.filters["sentence"] = lambda text: text[:1].upper() + text[1:]
     environment.filters["table"] = lambda table: table.to_html(index=False, border=0)
     return environment.get_template("grid_report.html.j2").render(
-        title=title, sections=found, judged=judged, remarks=remarks, moved_note=MOVED_NOTE
+        about=head, sections=found, verdicts=verdicts, remarks=remarks, moved_note=MOVED_NOTE
+    )
+
+
+def _base64(picture: Figure | Path) -> str:
+    svg = read_small(picture, 1 << 27) if isinstance(picture, Path) else pictures.svg(picture)
+    return base64.b64encode(svg).decode()
+
+
+def _numbers(verdict: Verdict) -> str:
+    """Return the numbers behind a verdict: `-4.39%, 95% interval -5.85 to -2.92, ...`."""
+    if math.isnan(verdict.p):
+        return "Too few runs have measured it."
+    change, interval = change_of(verdict)
+    return (
+        f"{change}, 95% interval {interval}, {verdict.seeds} seeds, p = {verdict.p:.2g} "
+        f"({verdict.holm:.2g} after Holm's correction)"
     )

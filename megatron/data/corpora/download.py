@@ -211,7 +211,7 @@ def _append(url: str, file: RemoteFile, part: Path, version: Path) -> int | None
         ):
             while block := answer.read(_BLOCK):
                 out.write(block)
-                progress.show(out.tell(), {"documents": 0, "text_bytes": 0})
+                progress.show(out.tell())
             out.flush()
             os.fsync(out.fileno())
     return total

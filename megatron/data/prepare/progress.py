@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import os
 import sys
-import time
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -15,7 +14,9 @@ _LISTED = 10  # the largest number of skipped records or inputs that are printed
 
 
 class ProgressBar:
-    """A progress bar on stderr, with the time left and the speed.
+    """A progress bar on stderr, which appears at the first call of `show`.
+
+    The bar shows what has been read, the bytes read per second, and the time left.
 
     Args:
         total: The number of bytes of all inputs, or 0 if it is unknown.
@@ -38,31 +39,20 @@ class ProgressBar:
                 self._bar.update(self._total - self._bar.n)
             self._bar.close()
 
-    def show(self, read: int, counts: dict[str, int]) -> None:
-        """Update the bar.
-
-        Args:
-            read: The number of bytes of the inputs that have been processed.
-            counts: The totals of `documents` and `text_bytes` so far, also from an interrupted run.
-        """
+    def show(self, read: int) -> None:
+        """Update the bar: `read` bytes of the inputs have been processed."""
         read = max(0, min(read, self._total or read))
-        now, documents, text = time.monotonic(), counts["documents"], counts["text_bytes"]
         if self._bar is None:  # a bar without total has no truth value
             from tqdm import tqdm  # imported here, after the workers were started
 
             # A log file gets a line every 15 seconds instead of five per second.
             interval = 0.2 if sys.stderr.isatty() else 15.0
+            form = "{desc} |{bar}| {n_fmt}B/{total_fmt}B | {rate_fmt} | ETA {remaining}"
             self._bar = tqdm(
                 total=self._total or None, desc=self._label, unit="B", unit_scale=True,
                 mininterval=interval, smoothing=0.1, initial=read,
+                bar_format=form if self._total else None,
             )  # fmt: skip
-            self._begun = now, documents, text  # a resumed run's rates count its own work only
-        begun, documents_then, text_then = self._begun
-        if documents > documents_then:
-            seconds = max(now - begun, 1e-9)
-            rate = f"{(documents - documents_then) / seconds:,.0f} documents/s"
-            text_rate = f"{(text - text_then) / seconds / 1e6:.1f} MB/s of text"
-            self._bar.set_postfix_str(f"{rate}, {text_rate}", refresh=False)
         self._bar.update(max(0, read - self._bar.n))
 
 

@@ -198,7 +198,7 @@ class Preparation:
         state.done = [result.source, result.number]
         state.begin = state.begin or state.done
         read = self.ends[result.source] - self.sources[result.source].size + result.position
-        progress.show(read - self.total * (self.partition - 1) // self.partitions, state.counts)
+        progress.show(read - self.total * (self.partition - 1) // self.partitions)
         if self.journal.due:
             state.written = [writer.sync() for writer in self.writers]
             self.skipped.flush()

@@ -18,6 +18,7 @@ On a terminal, a progress line below the other lines is rewritten after each ste
 
 import errno
 import os
+import shutil
 import stat
 import sys
 import time
@@ -48,6 +49,7 @@ class RunLog(AbstractContextManager):
         settings: The config section that turns wandb and TensorBoard on.
         is_main: Whether this process is the main rank.
         config: The resolved flat configuration, which TensorBoard and wandb show with the run.
+        card: The run in words, which TensorBoard and wandb show with it.
         append: Whether to continue an existing `metrics.jsonl` and its wandb run.
         last_step: The step from which a run with `append` resumes. Rows of later steps are removed
             from `metrics.jsonl`. None removes no rows.
@@ -70,6 +72,7 @@ class RunLog(AbstractContextManager):
         *,
         is_main: bool,
         config: Mapping[str, Any] | None = None,
+        card: str = "",
         append: bool = False,
         last_step: int | None = None,
         confirm: Callable[[], None] | None = None,
@@ -88,9 +91,10 @@ class RunLog(AbstractContextManager):
         if settings.tensorboard_dir and run_dir is not None:
             lines = [f"    {key}: {value}" for key, value in (config or {}).items()]
             board = Path(settings.tensorboard_dir) / run_dir.resolve().name
-            self._sinks.append(TensorBoard(board, "\n".join(lines)))
+            texts = {"card": card.replace("\n", "\n\n"), "config": "\n".join(lines)}
+            self._sinks.append(TensorBoard(board, texts))
         if settings.use_wandb:
-            self._sinks.append(Wandb(run_dir, settings, config or {}, append))
+            self._sinks.append(Wandb(run_dir, settings, config or {}, card, append))
         if run_dir is not None:
             run_dir.mkdir(parents=True, exist_ok=True)
             path, self._text = RunFolder(run_dir).metrics, RunFolder(run_dir).log
@@ -106,15 +110,20 @@ class RunLog(AbstractContextManager):
         for sink in self._sinks:
             self.line(sink.about)
 
-    def line(self, text: str) -> None:
+    def line(self, text: str, *shorter: str) -> None:
         """Print one line on stdout and append it to `log.txt`.
 
-        A full disk raises no error, and the line is then missing in the file.
+        A terminal on which `text` would wrap shows the first of `shorter` that fits, or the last.
+        If stdout is a file on a full disk, the line is lost. The same holds for `log.txt`. If
+        stdout is `log.txt` itself, as in a cell of a sweep, the line is there once.
         """
         # If stdout is itself redirected to `log.txt`, as in a sweep, the line is written only once.
         if not self.is_main:
             return
         timed, file = f"{now()} {text}", _file_of(sys.stdout)
+        if shorter and sys.stdout.isatty():
+            width = shutil.get_terminal_size().columns
+            text = next((each for each in (text, *shorter) if len(each) <= width), shorter[-1])
         if self._bar is not None:
             self._bar.clear()
         try:
@@ -129,27 +138,29 @@ class RunLog(AbstractContextManager):
                 if not (file and os.path.samestat(file, os.fstat(kept.fileno()))):
                     kept.write(f"{timed}\n".encode())
 
-    def progress(self, step: int, steps: int) -> None:
-        """Rewrite the progress line: `step` of `steps`, the steps per second, and the time left.
+    def progress(self, step: int, steps: int, text: str) -> None:
+        """Rewrite the progress line: `step` of `steps`, and a text about the training.
 
         Nothing is printed if stdout is not a terminal.
         """
         if not self.is_main or not sys.stdout.isatty():
             return
         if self._bar is None:
-            form = "step {n_fmt}/{total_fmt} |{bar}| {rate_fmt} | ETA {remaining}"
+            form = "step {n_fmt}/{total_fmt} |{bar}| {desc}"
             self._bar = tqdm(
-                total=steps, initial=step, file=sys.stdout, bar_format=form, unit=" steps",
-                leave=False, dynamic_ncols=True,
+                total=steps, initial=step, file=sys.stdout, bar_format=form, leave=False,
+                dynamic_ncols=True,
             )  # fmt: skip
+        self._bar.set_description_str(text, refresh=False)
         self._bar.update(step - self._bar.n)
 
-    def metrics(self, step: int, values: Mapping[str, Metric], *, text: str | None = None) -> None:
+    def metrics(self, step: int, values: Mapping[str, Metric], *texts: str) -> None:
         """Record the metrics of a step in `metrics.jsonl`, TensorBoard and wandb.
 
         Args:
             values: Maps each metric's name to a number, a 0-d tensor, or a nested list of these.
-            text: A line to print on the console; None prints nothing.
+            texts: A line to print on the console, and shorter ones for narrow terminals (see
+                `line`). Without texts, nothing is printed.
         """
         if not self.is_main:
             return
@@ -158,8 +169,8 @@ class RunLog(AbstractContextManager):
             times = dict(zip(TIMES, (now(), round(time.monotonic() - self._begin, 3)), strict=True))
             self._append(self._path, json_line({"step": step} | times | row))
         self._send("log", row)
-        if text is not None:
-            self.line(text)
+        if texts:
+            self.line(*texts)
 
     def pictures(self, step: int, folder: Path, pattern: str = "*.png") -> None:
         """Show the PNG files in `folder` in TensorBoard and wandb, as pictures of step `step`."""

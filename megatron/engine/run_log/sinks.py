@@ -8,6 +8,9 @@ offline folders with one id overwrite each other when they are uploaded. `step` 
 metric, because a resumed run may go back to an earlier step, and wandb's internal step counter
 cannot go back.
 
+Both show the loss first. TensorBoard sorts its charts by name, so they have the numbers of `ORDER`.
+wandb has GPT-NeoX's names, and the results after training in the run's summary, not in charts.
+
 TensorBoard: each start of a run writes one more event file into the same folder. The first event of
 the new file has a `purge_step`: TensorBoard hides the events of this and later steps in the older
 files. So each step occurs once.
@@ -26,6 +29,17 @@ from megatron.run_folder import TIMES, RunFolder
 
 Row = Mapping[str, Any]
 """The type of a row of metrics: `step`, and the value (a number or nested list) of each metric."""
+# The start of a metric's name, and that of its chart in TensorBoard. The first match counts.
+ORDER = {
+    "train/loss_scale": "3_train/loss_scale", "train/loss": "1_loss/train",
+    "validation/loss": "1_loss/validation", "validation/": "2_validation/", "train/": "3_train/",
+    "theta/": "4_theta/", "final/": "9_final/", "": "5_",
+}  # fmt: skip
+# The names that GPT-NeoX logs to wandb.
+NEOX = {
+    "train/loss": "train/lm_loss", "validation/loss": "validation/lm_loss",
+    "train/lr": "train/learning_rate", "validation/perplexity": "validation/lm_loss_ppl",
+}  # fmt: skip
 
 
 class TensorBoard:
@@ -33,13 +47,13 @@ class TensorBoard:
 
     Args:
         folder: The folder of the run's event files, created if it does not exist.
-        settings: A text in Markdown that describes the run.
+        texts: Maps the names of texts in Markdown about the run to the texts.
 
     Raises:
         RunLogError: The package tensorboard is not installed, or `folder` cannot be written.
     """
 
-    def __init__(self, folder: Path, settings: str = ""):
+    def __init__(self, folder: Path, texts: Mapping[str, str]):
         try:
             from torch.utils.tensorboard.writer import SummaryWriter
         except ImportError as error:
@@ -50,7 +64,7 @@ class TensorBoard:
         if why := why_unwritable(existing(folder)):  # now, before the run changes its other files
             text = "write another folder, or leave the key out"
             raise RunLogError(f"tensorboard_dir: {folder} {why}; {text}")
-        self._create, self._settings = SummaryWriter, settings
+        self._create, self._texts = SummaryWriter, texts
         self._folder = folder
         self._writer: Any = None
         self.about = (
@@ -65,15 +79,17 @@ class TensorBoard:
         """
         self.close()
         self._writer = self._create(str(self._folder), purge_step=purge_step)
-        if self._settings:
-            self._writer.add_text("config", self._settings, purge_step)
+        for name, text in self._texts.items():
+            self._writer.add_text(name, text, purge_step)
         for row in rows:
             self.log(row)
 
     def log(self, row: Row) -> None:
         for name in row.keys() - {"step", *TIMES}:
+            start = next(start for start in ORDER if name.startswith(start))
             for tag, number in flat(name, row[name]):
                 if isinstance(number, int | float):  # not None, which stands for NaN and infinity
+                    tag = ORDER[start] + tag.removeprefix(start)
                     self._writer.add_scalar(tag, number, row["step"])
         self._writer.flush()
 
@@ -99,6 +115,7 @@ class Wandb:
         folder: The folder for wandb's files; None is wandb's default folder.
         settings: The config section with `wandb_project`, `wandb_team` and so on.
         config: The resolved flat configuration, which wandb shows with the run.
+        card: The run in words, which wandb shows as its notes.
         append: Whether to continue the online run that `folder` records.
 
     Raises:
@@ -108,7 +125,9 @@ class Wandb:
     # For a key without a value, wandb's default is used. The file `wandb_id` in `folder` records
     # the run.
 
-    def __init__(self, folder: Path | None, settings: LoggingConfig, config: Row, append: bool):
+    def __init__(
+        self, folder: Path | None, settings: LoggingConfig, config: Row, card: str, append: bool
+    ):
         import wandb
 
         options = {"silent": True, "console": "off"}
@@ -131,6 +150,7 @@ class Wandb:
                 id=run_id,
                 resume=None if run_id is None else "allow",
                 config=dict(config),
+                notes=card,
                 settings=wandb.Settings(**options),
             )
         except wandb.Error as error:
@@ -146,7 +166,11 @@ class Wandb:
         self.about = _location(self._run)
 
     def log(self, row: Row) -> None:
-        self._run.log(dict(pair for name in row for pair in flat(name, row[name])))
+        found = dict(pair for name in row for pair in flat(NEOX.get(name, name), row[name]))
+        final = {name: found.pop(name) for name in [*found] if name.startswith("final/")}
+        self._run.summary.update(final)
+        if found.keys() > {"step"}:
+            self._run.log(found)
 
     def picture(self, step: int, path: Path) -> None:
         import wandb

@@ -161,7 +161,6 @@ class TrainingLoop:
                 self.counting,
             )
         self.theta.project()
-        self.log.progress(number, training.train_iters)
         last, leaves = number == training.train_iters, preemption.due()
         at_interval = bool(checkpoint.save_interval) and number % checkpoint.save_interval == 0
         asked = at_interval or number in checkpoint.extra_save_iters

@@ -41,6 +41,7 @@ class StepLog(Hook):
 
     def __post_init__(self) -> None:
         self._compilations = Compilations(self.config.training.torch_compile)
+        self._said, self._seconds = "", 0.0  # of the last log line: loss and rate, s per step
 
     def load_state(self, state: Mapping[str, Any]) -> None:
         self._meter = Meter(self.groups, state)
@@ -71,6 +72,11 @@ class StepLog(Hook):
         if step.logs:
             self._log(step, mean)
             self._meter.reset()
+        live = f"{self._said} | ETA {self._eta(step)}" if self._said else "no loss yet"
+        self.log.progress(step.number, self.config.training.train_iters, live)
+
+    def _eta(self, step: Step) -> str:
+        return clock((self.config.training.train_iters - step.number) * self._seconds)
 
     def _finite_loss(self, step: Step) -> float:
         """Return the mean loss since the last log line over all ranks.
@@ -113,13 +119,17 @@ class StepLog(Hook):
         if step.norm is not None:
             values["train/grad_norm"] = float(step.norm)
             text += f" | grad norm {float(step.norm):.3f}"
-        eta = (training.train_iters - step.number) * seconds
-        text += f" | {rate:,.0f} tokens/s | ETA {clock(eta)}"
-        shown = []
+        self._said, self._seconds = f"loss {loss:.4f} | {rate:,.0f} tokens/s", seconds
+        text += f" | {rate:,.0f} tokens/s"
+        eta = f" | ETA {self._eta(step)}"
+        shown, ends = [], []
         for name, column in self.theta.columns().items():
             low, high = column.min().item(), column.max().item()
             values |= {f"theta/{name}_min": low, f"theta/{name}_max": high}
             values[f"theta/{name}"] = column.tolist()
             shown.append(f"{name} {low:.3g}..{high:.3g}")
-        text += " | theta " + ", ".join(shown) if shown else ""
-        self.log.metrics(step.number, values, text=text)
+            ends += low, high
+        theta = f" | theta {', '.join(shown)}" if shown else ""
+        # A terminal has the time left in its progress line, too.
+        short = [f"{text} | theta {min(ends):.2g}..{max(ends):.2g}"] if shown else []
+        self.log.metrics(step.number, values, text + eta + theta, *short, text)

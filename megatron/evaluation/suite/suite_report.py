@@ -4,12 +4,17 @@ import json
 import math
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from megatron.evaluation.length_report import csv_of, figure_png, mark_training_length
+from megatron import pictures
+from megatron.evaluation.length_report import csv_of
 from megatron.evaluation.suite.intervals import LEVEL
 from megatron.evaluation.suite.measure import Measure
 from megatron.files import write_bytes, write_text
+from megatron.readable_numbers import now
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 PAGE, DATA = "report.md", "report.json"
 
@@ -45,7 +50,7 @@ def write_report(report: Report, folder: Path, train_length: int) -> None:
             parts.append(_table(measure))
         if measure.drawn and len(measure.rows) > 2:
             picture = f"{measure.name}.png"
-            write_bytes(folder / picture, _picture(measure, train_length))
+            pictures.save(_picture(measure, train_length, report.title), folder / picture)
             parts.append(f"![{measure.title}]({picture})")
     parts.append(
         f"Intervals have a level of {LEVEL:.0f}%, by bootstrap over documents (or, for induction, "
@@ -93,27 +98,22 @@ def _shown(value: Any) -> str:
     return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
-def _picture(measure: Measure, train_length: int) -> bytes:
-    """Plot the results of `measure` with their intervals, and return the PNG."""
-    # The first entry of `Row.at` is the x axis. Each combination of the other entries is a curve.
-    import pandas as pd
-    from matplotlib.figure import Figure
+def _picture(measure: Measure, train_length: int, title: str) -> Figure:
+    """Plot the results of `measure` with their intervals.
 
-    figure = Figure(figsize=(7.0, 4.0), layout="constrained")
-    axes = figure.add_subplot()
+    The first entry of `Row.at` is the x axis. Each combination of the other entries is a curve.
+    """
+    import pandas as pd
+
     label, *others = measure.rows[0].at
     table = pd.DataFrame([row.flat() for row in measure.rows])
     table["curve"] = [
         ", ".join(f"{name} {row.at[name]}" for name in others) for row in measure.rows
     ]
-    for name, curve in table.sort_values(label, kind="stable").groupby("curve"):
-        ends = [(curve["value"] - curve[end]).abs() for end in ("low", "high")]
-        style = {"marker": "o", "markersize": 4, "capsize": 3, "label": name}
-        axes.errorbar(curve[label], curve["value"], yerr=ends, **style)
-    axes.set_xscale("log", base=2)
-    axes.xaxis.set_major_formatter("{x:g}")
-    mark_training_length(axes, train_length)
-    axes.set(xlabel=f"{label} (tokens)", ylabel=measure.unit, title=measure.title)
-    axes.grid(alpha=0.3)
-    axes.legend(frameon=False, fontsize="x-small", ncols=1 + len(axes.containers) // 12)
-    return figure_png(figure)
+    curves = []
+    for name, part in table.sort_values(label, kind="stable").groupby("curve"):
+        low, high = (part[end].fillna(part["value"]) for end in ("low", "high"))
+        curves.append(pictures.Curve(str(name), part[label], part["value"], (low, high)))
+    title = f"{measure.title}\n{title}, {now()[:10]}"
+    groups, xlabel = pictures.divided(curves), f"{label} (tokens)"
+    return pictures.by_length(title, groups, xlabel, measure.unit, train_length, fit=False)

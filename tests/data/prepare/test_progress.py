@@ -1,20 +1,23 @@
-"""The progress bar of prepare_data.py shows rates that agree with a count by hand."""
+"""The progress bar of prepare_data.py shows one rate, and the time left."""
 
 from __future__ import annotations
 
-from types import SimpleNamespace
+import re
 
-from megatron.data.prepare import progress
 from megatron.data.prepare.progress import ProgressBar
 
 
-def test_rates_are_those_of_this_run_alone(monkeypatch, capsys):
-    seconds = iter([100.0, 104.0, 110.0])
-    monkeypatch.setattr(progress, "time", SimpleNamespace(monotonic=lambda: next(seconds)))
+def test_a_bar_has_one_rate(capsys):
     with ProgressBar(10_000, "texts") as bar:
-        bar.show(4_000, {"documents": 300, "text_bytes": 7_000_000})  # what an earlier run did
-        assert "documents/s" not in capsys.readouterr().err
-        bar.show(6_000, {"documents": 500, "text_bytes": 9_000_000})
-        bar.show(9_000, {"documents": 1_300, "text_bytes": 32_000_000})
-    # In 10 s: 1,300 - 300 documents and 32 - 7 megabytes.
-    assert "100 documents/s, 2.5 MB/s of text" in capsys.readouterr().err
+        bar.show(4_000)  # what an earlier run did
+        bar.show(6_000)
+        bar.show(99_000)
+    last = capsys.readouterr().err.rpartition("\r")[2]
+    assert re.fullmatch(r"texts \|█+\| 10\.0kB/10\.0kB \| \S+B/s \| ETA 00:00\n", last)
+
+
+def test_without_a_size_it_counts(capsys):
+    with ProgressBar(0, "texts") as bar:
+        bar.show(4_000)
+        bar.show(6_000)
+    assert re.search(r"texts: 4\.00kB \[00:00, \S*B/s\]", capsys.readouterr().err)

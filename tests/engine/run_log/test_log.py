@@ -28,7 +28,7 @@ from tests.helpers.paths import ROOT
 def test_metrics_are_on_disk_before_the_log_is_closed(tmp_path, capsys):
     log = RunLog(tmp_path / "run", is_main=True)
     log.line("hello")
-    log.metrics(10, {"loss": torch.tensor(1.5), "tokens": 4096}, text="step 10")
+    log.metrics(10, {"loss": torch.tensor(1.5), "tokens": 4096}, "step 10")
     assert rows(tmp_path / "run") == [{"step": 10, "loss": 1.5, "tokens": 4096}]
     assert capsys.readouterr().out == "hello\nstep 10\n"
     log.close()
@@ -38,7 +38,7 @@ def test_metrics_are_on_disk_before_the_log_is_closed(tmp_path, capsys):
 def test_other_ranks_do_nothing(tmp_path, capsys):
     with RunLog(tmp_path / "run", LoggingConfig(use_wandb=True), is_main=False) as log:
         log.line("hello")
-        log.metrics(1, {"loss": 1.0}, text="step 1")
+        log.metrics(1, {"loss": 1.0}, "step 1")
     assert not (tmp_path / "run").exists()
     assert capsys.readouterr().out == ""
 
@@ -46,7 +46,7 @@ def test_other_ranks_do_nothing(tmp_path, capsys):
 def test_no_folder_means_console_only(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     with RunLog(None, is_main=True) as log:
-        log.metrics(1, {"loss": 1.0}, text="step 1")
+        log.metrics(1, {"loss": 1.0}, "step 1")
     assert list(tmp_path.iterdir()) == []
     assert capsys.readouterr().out == "step 1\n"
 
@@ -132,7 +132,7 @@ def test_a_row_that_fits_in_part_leaves_no_torn_line_and_is_counted(tmp_path, ca
 def test_a_full_disk_under_the_console_ends_nothing(tmp_path, monkeypatch):
     with open("/dev/full", "w") as full, RunLog(tmp_path, is_main=True) as log:
         monkeypatch.setattr("sys.stdout", full)
-        log.metrics(1, {"loss": 1.0}, text="step 1")
+        log.metrics(1, {"loss": 1.0}, "step 1")
         monkeypatch.undo()
         os.dup2(os.open(os.devnull, os.O_WRONLY), full.fileno())  # to close it
     assert [row["step"] for row in rows(tmp_path)] == [1]

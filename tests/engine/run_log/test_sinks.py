@@ -7,6 +7,7 @@ import io
 import math
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -17,7 +18,7 @@ from megatron.engine.errors import RunLogError
 from megatron.engine.run_log.log import RunLog
 from megatron.engine.training.speed import Speed, flops_per_token
 from megatron.model.shape import BlockShape, GPTShape
-from tests.helpers.board import pictures, scalars
+from tests.helpers.board import chart, pictures, scalars, texts
 from tests.helpers.paths import ROOT
 
 
@@ -27,16 +28,19 @@ def log_at(folder: Path, **options) -> RunLog:
 
 
 def test_it_shows_each_number_and_picture(tmp_path, capsys):
-    with log_at(tmp_path, config={"hidden_size": 64}) as log:
+    with log_at(tmp_path, config={"hidden_size": 64}, card="a model\na text") as log:
         log.metrics(10, {"train/loss": torch.tensor(1.5), "theta/bias_p": [0.5, math.inf]})
         Image.new("RGB", (4, 2), "red").save(tmp_path / "kernels.png")
         log.pictures(10, tmp_path)
         shown = scalars(tmp_path / "board/run")  # before the log is closed
     assert shown == {
-        "train/loss": {10: [1.5]},
-        "theta/bias_p/0": {10: [0.5]},
-        "theta/bias_p/1": {10: [math.inf]},
+        "1_loss/train": {10: [1.5]},
+        "4_theta/bias_p/0": {10: [0.5]},
+        "4_theta/bias_p/1": {10: [math.inf]},
     }
+    assert texts(tmp_path / "board/run") == {
+        "card": "a model\n\na text", "config": "    hidden_size: 64"
+    }  # fmt: skip
     [(step, png)] = pictures(tmp_path / "board/run", "pictures/kernels")
     image = Image.open(io.BytesIO(png))
     assert step == 10 and image.size == (4, 2) and image.getpixel((3, 1)) == (255, 0, 0)
@@ -56,20 +60,53 @@ def test_a_resumed_run_shows_no_step_twice(tmp_path):
             log.metrics(2, {"validation/loss": again})
             log.metrics(3, {"loss": again})
     expected = {
-        "loss": {1: [0.125], 3: [9.5]},
-        "lr": {1: [0.5], 2: [0.5]},
-        "validation/loss": {2: [9.5]},
+        "5_loss": {1: [0.125], 3: [9.5]},
+        "5_lr": {1: [0.5], 2: [0.5]},
+        "1_loss/validation": {2: [9.5]},
     }
     assert scalars(tmp_path / "board/run") == expected
     with log_at(tmp_path, append=True, last_step=3) as log:
         log.metrics(4, {"loss": 1.0})
         log.go_back(3)
         log.metrics(4, {"loss": 2.0})
-    expected["loss"] |= {4: [2.0]}
+    expected["5_loss"] |= {4: [2.0]}
     assert scalars(tmp_path / "board/run") == expected
     with log_at(tmp_path) as log:  # a new run from step 0 in the same folder
         log.metrics(1, {"loss": 3.0})
-    assert scalars(tmp_path / "board/run") == {"loss": {1: [3.0]}}
+    assert scalars(tmp_path / "board/run") == {"5_loss": {1: [3.0]}}
+
+
+def test_losses_come_first_and_final_results_last(tmp_path):
+    names = ["compile/graphs", "final/test_loss", "theta/bias_p_max", "train/loss", "train/lr",
+             "train/loss_scale", "validation/loss", "validation/loss_at_64",
+             "validation/perplexity"]  # fmt: skip
+    with log_at(tmp_path) as log:
+        log.metrics(1, dict.fromkeys(names, 1.0))
+    shown = sorted(scalars(tmp_path / "board/run"))  # as TensorBoard sorts its charts
+    assert shown == [
+        "1_loss/train", "1_loss/validation", "1_loss/validation_at_64", "2_validation/perplexity",
+        "3_train/loss_scale", "3_train/lr", "4_theta/bias_p_max", "5_compile/graphs",
+        "9_final/test_loss",
+    ]  # fmt: skip
+    assert shown == sorted(map(chart, names))
+
+
+def test_wandb_has_the_names_of_neox_and_final_results_in_the_summary(tmp_path, monkeypatch):
+    logged, calls = [], []
+    run = SimpleNamespace(
+        id="a", url="u", disabled=False, offline=False, summary={}, log=logged.append,
+        define_metric=lambda *_, **__: None, finish=lambda exit_code: None,
+    )  # fmt: skip
+    monkeypatch.setattr("wandb.init", lambda **given: calls.append(given) or run)
+    with RunLog(None, LoggingConfig(use_wandb=True), is_main=True, card="in words") as log:
+        log.metrics(1, {"train/loss": 2.0, "train/lr": 0.1, "train/grad_norm": 3.0})
+        log.metrics(2, {"validation/loss": 1.0, "validation/perplexity": 2.7})
+        log.metrics(2, {"final/test_loss": 1.5})
+    assert logged == [
+        {"step": 1, "train/lm_loss": 2.0, "train/learning_rate": 0.1, "train/grad_norm": 3.0},
+        {"step": 2, "validation/lm_loss": 1.0, "validation/lm_loss_ppl": 2.7},
+    ]
+    assert run.summary == {"final/test_loss": 1.5} and calls[0]["notes"] == "in words"
 
 
 def test_other_ranks_write_no_events(tmp_path):
@@ -117,20 +154,35 @@ def test_a_terminal_has_one_progress_line_that_is_rewritten(tmp_path, monkeypatc
     monkeypatch.setattr("tqdm.std.tqdm.monitor_interval", 0)  # start no thread
     with RunLog(tmp_path, is_main=True) as log:
         for step in (1, 2, 3):
-            log.progress(step, 1000)
+            log.progress(step, 1000, f"loss {step}.5 | 9 tokens/s | ETA 0:00:0{step}")
         log.line("a line")
     lines = screen.getvalue().split("\n")
     assert len(lines) == 2  # the line, and the progress that is rewritten by carriage returns
     last = lines[0].split("\r")
     assert last[-1] == "a line" and last[-2].strip() == ""
-    assert "step 3/1000" in lines[1] and "ETA" in lines[1] and "steps/s" in lines[1]
+    assert "step 3/1000 |" in lines[1] and "| loss 3.5 | 9 tokens/s | ETA 0:00:03" in lines[1]
+    assert "\x1b[" not in screen.getvalue()  # no colour
+
+
+@pytest.mark.parametrize(("columns", "shown"), [(12, "a long line"), (8, "shorter"), (4, "short")])
+def test_a_line_does_not_wrap_on_a_terminal_and_is_whole_in_the_log(
+    tmp_path, monkeypatch, columns, shown
+):
+    monkeypatch.setenv("COLUMNS", str(columns))
+    monkeypatch.setattr("sys.stdout", screen := Terminal())
+    with RunLog(tmp_path, is_main=True) as log:
+        log.metrics(1, {}, "a long line", "shorter", "short")
+    assert screen.getvalue() == f"{shown}\n"
+    assert (tmp_path / "log.txt").read_text().endswith(" a long line\n")
 
 
 def test_a_file_has_no_progress_line(tmp_path, capsys):
     with RunLog(tmp_path, is_main=True) as log:
-        log.progress(1, 1000)
+        log.progress(1, 1000, "loss 2")
+        log.metrics(1, {}, "a line that is longer than any terminal" * 9, "short")
         log.line("a line")
-    assert capsys.readouterr().out == "a line\n"
+    said = capsys.readouterr().out.splitlines()
+    assert said == ["a line that is longer than any terminal" * 9, "a line"]
 
 
 def test_arithmetic_of_a_token():

@@ -118,7 +118,8 @@ def test_skipped_steps_count_in_the_speed(config, monkeypatch, tmp_path):
     logged = {}
     log = SimpleNamespace(
         line=lambda text: None,
-        metrics=lambda step, values, text: logged.update(values, text=text),
+        metrics=lambda step, values, text, *shorter: logged.update(values, text=text),
+        progress=lambda number, steps, text: None,
     )
     engine, theta = SimpleNamespace(module=nn.Linear(1, 1)), SimpleNamespace(columns=dict)
     shape = shape_of(c, 264)

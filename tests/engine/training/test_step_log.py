@@ -33,7 +33,10 @@ def log_of(tmp_path):
         lines, rows = [], {}
         log = SimpleNamespace(
             line=lines.append,
-            metrics=lambda number, values, text: rows.update({number: values | {"text": text}}),
+            metrics=lambda number, values, text, *shorter: rows.update(
+                {number: values | {"text": text, "shorter": list(shorter)}}
+            ),
+            progress=lambda number, steps, text: rows.setdefault("live", []).append(text),
         )
         engine = SimpleNamespace(module=nn.Linear(1, 1), optimizer=optimizer)
         speed = Speed({16: 0.0}, 1, None)
@@ -48,6 +51,7 @@ def log_of(tmp_path):
             )  # fmt: skip
             hook.before_step(number)
             hook.after_step(step)
+        hook.live = rows.pop("live")
         return lines, rows, hook
 
     return run
@@ -64,11 +68,25 @@ def test_a_row_has_the_mean_of_the_good_steps_since_the_last_one(log_of):
     assert "theta" not in row["text"]
 
 
+def test_the_live_line_has_the_numbers_of_the_last_line_and_a_time_that_falls(log_of, monkeypatch):
+    clock = iter(range(0, 1000, 10))
+    monkeypatch.setattr(step_log.time, "monotonic", lambda: float(next(clock)))
+    _, rows, hook = log_of([2.0, 4.0, 1.0])  # 10 s a step of 8 x 16 tokens
+    assert hook.live == [
+        "no loss yet",
+        "loss 3.0000 | 13 tokens/s | ETA 0:01:10",
+        "loss 3.0000 | 13 tokens/s | ETA 0:01:00",
+    ]
+    assert rows[2]["text"].endswith(" | 13 tokens/s | ETA 0:01:10")
+
+
 def test_theta_is_shown_by_its_extremes(log_of):
     columns = {"a": torch.tensor([3.0, 1.0, 2.0]), "p": torch.tensor([0.5, 0.25])}
     _, rows, _ = log_of([2.0, 2.0], theta=lambda: columns)
     row = rows[2]
     assert row["text"].endswith(" | theta a 1..3, p 0.25..0.5")
+    line = row["text"].partition(" | ETA")[0]
+    assert row["shorter"] == [f"{line} | theta 0.25..3", line]
     assert [row[f"theta/{name}"] for name in ("a_min", "a_max", "p_min", "p_max")] == [
         1.0, 3.0, 0.25, 0.5
     ]  # fmt: skip

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 
+from megatron import pictures
 from megatron.config import load_config
 from megatron.data.errors import DataError
 from megatron.engine.build import tokenizer_of
@@ -17,13 +18,13 @@ from megatron.evaluation.suite import (
     all_measures,
     intervals,
     key_tokens,
-    suite_report,
 )
 from megatron.evaluation.suite.intervals import Estimate, estimate
 from megatron.evaluation.suite.measure import Measure, Row, Sample, read_sample
 from megatron.evaluation.suite.suite_report import Report, write_report
 from megatron.parallel.groups import build_groups
 from megatron.positional import load
+from tests.evaluation.figures import band_of, curves_of, names_of
 from tests.helpers.jobs import write_config
 from tests.helpers.shards import write_documents
 
@@ -104,7 +105,7 @@ def test_key_tokens_gain_more_than_2_nats_and_have_less_than_2():
 
 def test_the_report_has_tables_pictures_and_numbers(tmp_path, monkeypatch):
     figures = []
-    monkeypatch.setattr(suite_report, "figure_png", lambda figure: figures.append(figure) or b"x")
+    monkeypatch.setattr(pictures, "save", lambda figure, path: figures.append((figure, path.name)))
     values = [Estimate(v, v - 1, math.nan if v == 3 else v + 2, 3) for v in (3.0, 2.0, 4.0, 5.0)]
     rows = [
         Row({"length": length, "depth": depth}, value, {"loss": 1234567, "share": 0.123456})
@@ -123,7 +124,7 @@ def test_the_report_has_tables_pictures_and_numbers(tmp_path, monkeypatch):
     write_report(report, tmp_path / "new" / "suite", 128)
     folder = tmp_path / "new" / "suite"
     names = {path.name for path in folder.iterdir()}
-    assert names == {"report.md", "report.json", "two.csv", "four.csv", "four.png", "bare.csv"}
+    assert names == {"report.md", "report.json", "two.csv", "four.csv", "bare.csv"}
     page = (folder / "report.md").read_text()
     assert page.startswith(
         "# A model\n\n**First.**  \n**Second.**  \n\n- text: t\n- distance_scale: "
@@ -141,12 +142,14 @@ def test_the_report_has_tables_pictures_and_numbers(tmp_path, monkeypatch):
     assert content["measures"]["two"]["rows"][0]["high"] is None
     assert content["measures"]["two"]["rows"][1]["high"] == 4.0
     assert (folder / "two.csv").read_text().splitlines()[1].endswith(",1.0,valid,7,abc")
-    [axes] = figures[0].axes
+    [(figure, name)] = figures
+    [axes] = figure.axes
+    assert name == "four.png" and figure.get_suptitle().startswith("Four rows\nA model, 20")
     assert axes.get_xscale() == "log" and axes.get_xlabel() == "length (tokens)"
-    curves = [each.lines[0].get_ydata().tolist() for each in axes.containers]
-    assert curves == [[3.0, 2.0], [4.0, 5.0]]
-    bars = axes.containers[1].lines[2][0].get_segments()
-    assert [bar[:, 1].tolist() for bar in bars] == [[3.0, 6.0], [4.0, 7.0]]
+    assert [each.get_ydata().tolist() for each in curves_of(axes)] == [[3.0, 2.0], [4.0, 5.0]]
+    assert names_of(axes) == ["depth 0.9", "depth 0.5"]
+    assert band_of(axes, 1) == {(64, 3.0), (64, 6.0), (1024, 4.0), (1024, 7.0)}
+    assert band_of(axes, 0) == {(64, 2.0), (64, 3.0), (1024, 1.0), (1024, 4.0)}
 
 
 @pytest.mark.parametrize(

@@ -8,10 +8,8 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 import pytest
-from matplotlib.figure import Figure
 from scipy import stats
 
-from tools.experiments import grid_report
 from tools.experiments.claims import holm, p_value, significant, verdicts
 from tools.experiments.description import Description, Endpoint
 from tools.experiments.grid import Grid
@@ -144,15 +142,3 @@ def test_only_seeds_of_both_sides_count_and_one_is_too_few():
 def test_marks_are_corrected_over_the_table():
     marked = significant(RUNS, "embedding", "log", "perplexity", 0.05)
     assert marked == {("alibi", 128)}  # at 64, p is 0.07
-
-
-def test_each_row_of_a_picture_has_a_line_of_its_own(monkeypatch):
-    drawn = []
-    monkeypatch.setattr(Figure, "savefig", lambda figure, *_, **__: drawn.append(figure))
-    results = pd.DataFrame(
-        [{"embedding": f"e{i}", "length": n, "value": 9.0} for i in range(15) for n in (8, 16)]
-    )
-    grid_report.by_length(results, "embedding", "perplexity")
-    (axes,) = drawn[0].axes
-    assert len({(line.get_color(), line.get_linestyle()) for line in axes.lines}) == 15
-    assert axes.get_legend() is None and len(drawn[0].legends) == 1

@@ -100,12 +100,20 @@ def test_a_grid_is_killed_resumed_and_reported(tmp_path, capsys):
     assert table.main([str(grid), "--out", str(tmp_path / "out")]) == 0
     out = capsys.readouterr().out
     assert re.search(r"\| kerple_log \| 2 \| [\d,.]+ ± [\d.]+ \| [\d,.]+ ± [\d.]+ \|", out)
-    verdict = r"\| P1 \| perplexity: kerple_log at .* \| (holds|not shown|contradicted) \|"
+    verdict = r"- (?:holds|not shown|contradicted) \(P1\): perplexity: kerple_log at .*\. .*% int"
     assert len(re.findall(verdict, out)) == out.count("kerple_log at 32") == 1
     html = (tmp_path / "out" / "report.html").read_text()
     pictures = [base64.b64decode(each) for each in re.findall(r"base64,([^\"]+)", html)]
-    assert len(pictures) == 2 and all(each.startswith(b"\x89PNG") for each in pictures)
-    assert 'src="http' not in html and "kernels of kerple_log" in html
+    assert len(pictures) == 2 and all(b"<svg " in each for each in pictures)
+    assert 'src="http' not in html and "The kernels of kerple_log" in html
+    shown = re.sub(r"\s+", " ", re.sub(r"<[^>]+>", " ", html))
+    assert "4 models with 2 layers of width 32 were trained for 30 steps of " in shown
+    assert "with 2 seeds (1 to 2). They are measured on the valid split; a claim " in shown
+    places = [shown.index(each) for each in ("Verdicts", "(P1):", "All runs", "How to rebuild")]
+    assert places == sorted(places)
+    command = f"python tools/table.py {grid} --out {tmp_path / 'out'}"
+    assert f"python tools/sweep.py {grid} {command}" in shown
+    assert re.search(r"The runs: 20[\d-]+, commit \w+ on \S+: \w+, driver", shown)
     results = pd.read_csv(tmp_path / "out" / "results.csv")
     assert len(results) == 4 * 2 * 3  # cells, lengths, metrics
     changed(grid, runs, capsys)
@@ -251,30 +259,6 @@ def test_slurm_runs_the_cells_that_are_left(tmp_path, capsys):
     shown = "sbatch --array=2,3%3 --gpus-per-node=1 tools/slurm/sweep.sbatch "
     assert capsys.readouterr().out == f"{shown}{grid} --set lr=a=b\n"
     assert (ROOT / "tools" / "slurm" / "sweep.sbatch").exists()
-
-
-def test_run_folders_are_tabulated_without_a_grid(tmp_path, capsys):
-    rows_of = {"a": ("rotary", 1, 9.0), "b": ("rotary", 2, 11.0), "c": ("alibi", 1, 5.0)}
-    for name, (embedding, seed, value) in rows_of.items():
-        folder = tmp_path / name
-        folder.mkdir()
-        (folder / "config.yml").write_text(f"pos_emb: {embedding}\nseed: {seed}\n")
-        lines = ["length,perplexity,stderr", f"64,{value},0.1", f"128,{2 * value},0.1"]
-        (folder / "extrapolation.csv").write_text("\n".join(lines))
-        (folder / "other.csv").write_text("length,depth,perplexity\n64,1,7\n64,2,8\n")
-        (folder / "suite").mkdir()
-        for curve in ("by_position", "receptive_field"):
-            (folder / "suite" / f"{curve}.csv").write_text("context,value,low\n1,5,4\n2,4,3\n")
-    folders = [str(tmp_path / name) for name in rows_of]
-    assert table.main([*folders, "--out", str(tmp_path / "out")]) == 0
-    out = capsys.readouterr().out
-    assert "| rotary | 2 | 10.00 ± 1.41 | 20.00 ± 2.83 |" in out
-    assert "| alibi | 1 | 5.000 | 10.00 |" in out
-    html = (tmp_path / "out" / "report.html").read_text()
-    for curve in ("loss by position", "loss by context"):
-        assert html.count(f"<figcaption>{curve}</figcaption>") == 1
-    latex = (tmp_path / "out" / "tables.tex").read_text()
-    assert r"rotary & 2 & 10.00 $\pm$ 1.41 & 20.00 $\pm$ 2.83 \\" in latex
 
 
 def test_a_grid_of_length_tasks_has_a_table_of_accuracies(tmp_path, capsys):

@@ -1,0 +1,91 @@
+"""Describe the runs of a report: the title, the question, the methods, and where they ran."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+from megatron.config.reader import read_file
+from megatron.files import parse_json, read_small
+from megatron.readable_numbers import now
+from megatron.run_folder import MOST_BYTES, RunFolder
+from megatron.version import fingerprint
+from tools.experiments.grid import Grid
+from tools.experiments.results import Frame
+
+
+@dataclass(frozen=True)
+class Head:
+    """What a report says about its runs.
+
+    Attributes:
+        methods: Two sentences: how the models were trained, and how they are compared.
+        models: The models, the data and the date, for the titles of pictures.
+        rebuild: The commands that make the report again.
+        origin: The commits and machines of the runs, and the code that wrote the report.
+    """
+
+    title: str
+    question: str
+    methods: str
+    models: str
+    rebuild: str
+    origin: str
+
+
+def head_of(found: Frame, grid: Grid | None, arguments: Sequence[str]) -> Head:
+    """Describe the runs of a table of results.
+
+    Args:
+        found: The table that `results.of_grid` or `results.of_folders` returns.
+        arguments: The command line of `tools/table.py`.
+    """
+    runs = [RunFolder(folder) for folder in found["folder"].unique()]
+    configs, starts = [read_file(run.config)[0] for run in runs], _starts(runs)
+
+    def of(key: str) -> str:
+        values = [config[(key,)].value for config in configs if (key,) in config]
+        texts = [f"{value:,}" if isinstance(value, int) else str(value) for value in values]
+        return " or ".join(dict.fromkeys(texts)) or "?"
+
+    date = " to ".join(sorted({start["time"][:10] for start in starts})) or now()[:10]
+    models, seeds = f"{of('num_layers')} layers of width {of('hidden_size')}", found["seed"]
+    methods = (
+        f"{len(runs)} models with {models} were trained for {of('train_iters')} steps of "
+        f"{of('train_batch_size')} sequences of {of('seq_length')} tokens on {of('data_path')}, "
+        f"with {seeds.nunique()} seeds ({seeds.min()} to {seeds.max()}). They are measured on the "
+        f"{of('eval_split')} split"
+    )
+    train = [["train.py", str(run.config)] for run in runs]
+    if grid:
+        pairs = zip(arguments, arguments[1:], strict=False)
+        sets = [text for pair in pairs if pair[0] == "--set" for text in pair]
+        train = [["tools/sweep.py", str(grid.path), *sets]]
+        methods += (
+            "; a claim is tested over the seeds by paired t tests at a level of "
+            f"{grid.about.alpha:g}, after Holm's correction for all claims"
+        )
+    commands = [*train, ["tools/table.py", *arguments]]
+    commits = ", ".join({str(start["code"]["commit"])[:12]: 0 for start in starts}) or "unknown"
+    machines = ", ".join({rank: 0 for start in starts for rank in start["ranks"]}) or "unknown"
+    return Head(
+        title=(grid.about.title or grid.path.stem) if grid else "Runs",
+        question=grid.about.question if grid else "",
+        methods=f"{methods}.",
+        models=f"{models}, {of('data_path')}, trained at {of('seq_length')} tokens, {date}",
+        rebuild="\n".join(shlex.join(["python", *each]) for each in commands),
+        origin=f"The runs: {date}, commit {commits} on {machines}. This page: {now()[:10]}, code "
+        f"{fingerprint()}.",
+    )
+
+
+def _starts(runs: Sequence[RunFolder]) -> list[dict[str, Any]]:
+    """Return the last start of each run whose `run.json` can be read."""
+    found = []
+    for run in runs:
+        with suppress(OSError, ValueError, LookupError, TypeError):
+            found.append(parse_json(read_small(run.provenance, MOST_BYTES))["starts"][-1])
+    return found
