@@ -61,11 +61,11 @@ def peak_of(config: Config, vocab_size: int, device_type: str = "cuda") -> tuple
     """
     stages = {0, config.parallel.pipe_parallel_size - 1}
     steps = [measured_step(config, vocab_size, stage, device_type) for stage in stages]
-    found = ((step, memory) for step in steps for memory in _moments(config, step, device_type))
+    found = ((step, memory) for step in steps for memory in moments(config, step, device_type))
     return max(found, key=lambda each: sum(each[1].values()))
 
 
-def _moments(config: Config, step: Step, device_type: str) -> Iterator[Memory]:
+def moments(config: Config, step: Step, device_type: str) -> Iterator[Memory]:
     """Yield a dict from kind of memory to bytes, for each moment at which a rank's memory may peak.
 
     Args:

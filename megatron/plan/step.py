@@ -72,6 +72,7 @@ class Step:
         left: The bytes of activations that still exist when the optimizer takes its step.
         sent: Maps the name of a process group, such as `tensor`, to the bytes that this rank sends
             in the group per micro-batch.
+        launches: The number of operations of a micro-batch that a GPU is told one by one.
     """
 
     parameters: list[int]
@@ -80,6 +81,7 @@ class Step:
     moments: list[tuple[int, int]] = field(default_factory=list)
     left: int = 0
     sent: dict[str, int] = field(default_factory=dict)
+    launches: int = 0
 
     @property
     def size(self) -> int:
@@ -122,10 +124,12 @@ def measured_step(config: Config, vocab_size: int, stage: int, device_type: str 
         matrices = [p.numel() for p in blocks if p.ndim == 2]
         step, outside = Step([x.numel() for x in model.parameters()], matrices), live.now
         live.restart()
+        before = live.launches
         _train(step, live, model, schedule, tokens, received)
     step.moments = [(done, used - outside) for done, used in step.moments]
     step.kept, step.left = step.kept - outside, step.left - outside
     step.sent = {name: group.sent // micro_batches for name, group in groups.items()}
+    step.launches = (live.launches - before) // micro_batches
     exchanges = (stage > 0) + (stage < stages - 1)
     step.sent["pipeline"] = exchanges * sum(map(_bytes, _floats(received)))
     return step
