@@ -16,7 +16,7 @@ from megatron.engine.gpus import gpu_named
 from megatron.engine.training.speed import flops_per_token, keys_per_query
 from megatron.model import GPT
 from megatron.plan.memory import peak_of
-from megatron.plan.search import best_layouts
+from megatron.plan.search import NOTHING_FITS, best_layouts
 from megatron.plan.step_time import CALIBRATED, Cluster, StepTime, sent_per_step, step_time
 
 GIB = 2**30
@@ -45,8 +45,7 @@ def plan_text(
         efficiency: The fraction of the GPU's peak rate that the run reaches (MFU), above 0 and at
             most 1, or None to estimate the time from the layout.
         price: The price of one hour of one GPU, or None.
-        per_node: The GPUs of a machine.
-        network: The Gbit/s of a machine's network, or None for that of `gpus.GPUS`.
+        per_node, network: The GPUs of a machine and its network in Gbit/s (None: by `gpus.GPUS`).
         search: Whether to list the fastest layouts that fit.
 
     Raises:
@@ -60,13 +59,8 @@ def plan_text(
     if efficiency is not None and not 0.0 < efficiency <= 1.0:
         raise StartError(f"--mfu {efficiency}: write a number above 0 and at most 1, such as 0.4")
     if config.model.attention_backend in ("sdpa", "flex"):  # they keep no more than fused
-        load = partial(load, "attention_backend=auto")
-        config = load()
-    notes, vocab_size = [], GPT2_VOCABULARY
-    try:
-        vocab_size = tokenizer_of(config).vocab_size
-    except TokenizerError as error:
-        notes = [f"a vocabulary of {vocab_size:,}, because the tokenizer is not here ({error})"]
+        config = (load := partial(load, "attention_backend=auto"))()
+    vocab_size, notes = _vocabulary(config)
     plan = plan_of(config, vocab_size, device_type="cuda", eod=0)
     with torch.device("meta"):
         parameters = sum(x.numel() for x in GPT(plan).parameters())
@@ -78,28 +72,40 @@ def plan_text(
     fits = "fits" if total <= usable else "does not fit"
     lines += [f"  {'in all':<16}{total / GIB:8.2f}: {fits} into {USABLE:.0%} of {gpu.memory:g}"]
     if total > usable:
-        found = [*islice(_fitting(config, load, usable, vocab_size), MOST_FITS)]
-        nothing = ["  nothing that was tried; use more GPUs, or GPUs with more memory"]
-        lines += ["what fits:", *(found or nothing)]
+        found = islice(_fitting(config, load, usable, vocab_size), MOST_FITS)
+        lines += ["what fits:", *([*found] or [NOTHING_FITS])]
     if sent := _table(sent_per_step(config, step)):
         lines += ["what this rank sends in a step, in GiB", *sent]
     peak, keys = gpu.rate32 if precision == "fp32" else gpu.rate16, keys_per_query(config)
     cluster = Cluster(gpu, per_node, network or gpu.network * per_node / 8)
     time = step_time(config, step, plan.shape, keys, cluster)
     flop = flops_per_token(plan.shape, keys)
-    lines += [*_time_lines(config, flop, peak, efficiency, time, price)]
-    tensor = config.parallel.model_parallel_size
-    if tensor > 1 and world_size > per_node and per_node % tensor:
-        lines += [
-            f"warning: tensor parallelism of {tensor} crosses machines of {per_node} GPUs: each "
-            f"block waits for the network. Write a model_parallel_size that divides {per_node}"
-        ]
+    lines += _time_lines(config, flop, peak, efficiency, time, price)
+    lines += _crosses_machines(config, per_node)
     if config.model.reset_attention_mask:
         lines += ["each sequence counts as one document; shorter documents take less time"]
     if search:
-        found = best_layouts(load, plan.shape, keys, cluster, usable, vocab_size)
-        lines += ["the fastest layouts that fit, with the same train_batch_size", *found]
+        lines += ["the fastest layouts that fit, with the same train_batch_size"]
+        lines += best_layouts(load, plan.shape, keys, cluster, usable, vocab_size)
     return "\n".join(lines)
+
+
+def _vocabulary(config: Config) -> tuple[int, list[str]]:
+    """Return the size of the vocabulary, and a line for the plan if the size is assumed."""
+    try:
+        return tokenizer_of(config).vocab_size, []
+    except TokenizerError as error:
+        note = f"a vocabulary of {GPT2_VOCABULARY:,}, because the tokenizer is not here ({error})"
+        return GPT2_VOCABULARY, [note]
+
+
+def _crosses_machines(config: Config, per_node: int) -> list[str]:
+    p = config.parallel
+    if p.world_size <= per_node or per_node % p.model_parallel_size == 0:
+        return []
+    crosses = f"tensor parallelism of {p.model_parallel_size} crosses machines of {per_node} GPUs"
+    divides = f"write a model_parallel_size that divides {per_node}"
+    return [f"warning: {crosses}, and each block waits for the network; {divides}"]
 
 
 def _table(values: dict[str, float]) -> list[str]:
@@ -130,19 +136,13 @@ def _time_lines(
     if efficiency:
         seconds = tokens * flop / (most * efficiency)
         yield f"{given} {seconds:.3g} s if each GPU reaches {peak * efficiency:.0f} TFLOP/s"
-        if waits := config.parallel.pipe_parallel_size - 1:
-            idle = waits / (waits + b.gradient_accumulation_steps)
-            yield f"in which a pipeline stage waits {idle:.0%} of the time for others"
     else:
         seconds = time.total
         low, high = (seconds * each for each in CALIBRATED.interval)
         mfu = tokens * flop / seconds / most
         yield f"{given} about {seconds:.3g} s ({low:.3g} to {high:.3g}), an MFU of {mfu:.2g}"
-        yield f"  {'compute':<16}{time.compute:8.3g}"
-        yield f"  {'bubble':<16}{time.bubble:8.3g}"
-        sent = f"{time.exposed:8.3g}, and {time.hidden:.3g} hidden beside the computation"
-        yield f"  {'communication':<16}{sent}"
-        yield f"  {'optimizer':<16}{time.optimizer:8.3g}"
+        yield "of which, in seconds, with communication that is exposed, and hidden beside the rest"
+        yield from (f"  {name:<16}{value:8.3g}" for name, value in vars(time).items())
     hours = seconds * steps / 3600
     yield f"{steps:,} steps take {hours:,.1f} hours, {gpus * hours:,.0f} GPU hours"
     if price is not None:

@@ -12,7 +12,6 @@ from math import ceil
 
 from megatron.config import Config, ConfigError
 from megatron.config.mlp_width import GATED
-from megatron.engine.errors import StartError
 from megatron.engine.model_shape import DTYPES
 from megatron.model.shape import GPTShape
 from megatron.plan.memory import moments, peak_of
@@ -23,6 +22,12 @@ BEST = 5
 """How many layouts are listed."""
 MOST_PLANNED = 24
 """How many candidates are planned exactly, at most; each takes some seconds."""
+KEYS = [
+    "model_parallel_size", "pipe_parallel_size", "zero_optimization.stage",
+    "train_micro_batch_size_per_gpu", "checkpoint_activations", "train_batch_size",
+    "gradient_accumulation_steps",
+]  # fmt: skip
+NOTHING_FITS = "  nothing that was tried; use more GPUs, or GPUs with more memory"
 GAP = 1.15
 """A sketch that needs more than this part of the usable memory is not planned exactly."""
 
@@ -38,16 +43,13 @@ def best_layouts(
     usable: float,
     vocab_size: int,
 ) -> Iterator[str]:
-    """Yield a line for each of the best layouts that fit, the fastest first.
+    """Yield two lines for each of the best layouts that fit, the fastest first.
 
     Args:
         load: A function from overrides to the changed config.
         keys: The mean number of keys that a query sees.
         usable: The bytes of a GPU's memory that the run may use.
         vocab_size: The size of the tokenizer's vocabulary, before padding.
-
-    Raises:
-        StartError: None of the planned candidates fits.
     """
     sketches: list[Found] = []
     for overrides, config in _candidates(load, cluster):
@@ -57,7 +59,9 @@ def best_layouts(
             time = step_time(config, step, shape, keys, cluster)
             sketches.append((needs, time, config, overrides))
     exact: list[Found] = []
-    for _, _, config, overrides in islice(sorted(sketches, key=_seconds), MOST_PLANNED):
+    for _, _, config, overrides in islice(
+        sorted(sketches, key=lambda each: each[1].total), MOST_PLANNED
+    ):
         step, memory = peak_of(config, vocab_size)
         if (needs := sum(memory.values())) <= usable:
             time = step_time(config, step, shape, keys, cluster)
@@ -65,17 +69,13 @@ def best_layouts(
         if len(exact) == BEST:
             break
     if not exact:
-        raise StartError("--search: no layout fits; use more GPUs, or GPUs with more memory")
-    for needs, time, config, overrides in sorted(exact, key=_seconds):
+        yield NOTHING_FITS
+    for needs, time, config, overrides in sorted(exact, key=lambda each: each[1].total):
         recomputes = " and recomputes" * config.model.checkpoint_activations
         parts = (time.compute, time.bubble, time.exposed)
         computes, waits, sends = (f"{part / time.total:.0%}" for part in parts)
         yield f"  {time.total:.3g} s, {needs / 2**30:.1f} GiB: -o {' -o '.join(overrides)}"
         yield f"    computes{recomputes} {computes}, waits for stages {waits}, sends {sends}"
-
-
-def _seconds(found: Found) -> float:
-    return found[1].total
 
 
 def _candidates(
@@ -84,30 +84,20 @@ def _candidates(
     """Yield overrides and their config, with the config's `train_batch_size`."""
     size, powers = load().batch.train_batch_size, [2**i for i in range(5)]
     widths = [tensor for tensor in powers if cluster.per_node % tensor == 0]
-    for tensor, stages, zero, micro in product(widths, powers, (1, 2, 3), powers):
-        if stages > 1 and zero > 1:  # pipelines have no more than ZeRO-1
+    for *layout, micro, recomputes in product(widths, powers, (1, 2, 3), powers, (False, True)):
+        values = (*layout, micro, str(recomputes).lower(), size, "null")
+        overrides = [f"{key}={value}" for key, value in zip(KEYS, values, strict=True)]
+        try:
+            yield overrides, load(*overrides)
+        except ConfigError:  # the layout does not divide the model or the batch
             continue
-        for recomputes in ("false", "true"):
-            overrides = [
-                f"model_parallel_size={tensor}",
-                f"pipe_parallel_size={stages}",
-                f"zero_optimization.stage={zero}",
-                f"train_micro_batch_size_per_gpu={micro}",
-                f"checkpoint_activations={recomputes}",
-                f"train_batch_size={size}",
-                "gradient_accumulation_steps=null",
-            ]
-            try:
-                yield overrides, load(*overrides)
-            except ConfigError:  # the layout does not divide the model or the batch
-                continue
 
 
 def sketched(config: Config, shape: GPTShape) -> Step:
     """Return a step by formulas: within some tens of percent of `measured_step`, in microseconds.
 
     The inputs and outputs of all products are kept, without recomputation. Tensor parallelism adds
-    up hidden states four times for each block, and once more with recomputation.
+    up hidden states four times for each block, and a fifth time with recomputation.
     """
     p, m, block, b = config.parallel, config.model, shape.block, config.batch
     h, tp, stages = block.hidden_size, p.model_parallel_size, p.pipe_parallel_size

@@ -72,7 +72,7 @@ class Step:
         left: The bytes of activations that still exist when the optimizer takes its step.
         sent: Maps the name of a process group, such as `tensor`, to the bytes that this rank sends
             in the group per micro-batch.
-        launches: The number of operations of a micro-batch that a GPU is told one by one.
+        launches: The number of operations of a micro-batch that the CPU launches on a GPU.
     """
 
     parameters: list[int]

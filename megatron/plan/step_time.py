@@ -48,7 +48,7 @@ OPTIMIZER_BYTES = 28
 
 @dataclass(frozen=True)
 class Rates:
-    """What runs reach of the data sheets' values, calibrated by `benchmarks/plan_time.py`.
+    """What runs reach of the data sheets' values, calibrated by `benchmarks/plan/plan_time.py`.
 
     Attributes:
         products: The part of the peak rate in large products, on GPUs of less than 500 TFLOP/s.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks.plan_time import PAGE, config_of, line_of, measured, planned, runs
+from benchmarks.plan.plan_time import PAGE, config_of, line_of, measured, planned, runs
 from megatron.engine.model_shape import shape_of
 from tests.pages.test_documented_numbers import rows
 

@@ -1,7 +1,7 @@
 """Compare the step time that `train.py --plan` estimates with the published speed of runs.
 
-    python benchmarks/plan_time.py                # writes the tables of docs/plan/published_runs.md
-    python benchmarks/plan_time.py --calibrate    # prints `Rates` that fit half of the runs
+    python benchmarks/plan/plan_time.py              # writes docs/plan/published_runs.md's tables
+    python benchmarks/plan/plan_time.py --calibrate  # prints `Rates` that fit half of the runs
 
 The machine needs no GPU, and the command takes about 5 minutes. Each row of
 docs/plan/published_runs.csv becomes a config, which is planned as `--plan` does it. The calibration
@@ -26,7 +26,7 @@ from megatron.engine.training.speed import keys_per_query
 from megatron.files import write_text
 from megatron.plan.step_time import CALIBRATED, Cluster, Rates, StepTime, step_time
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 RUNS = ROOT / "docs/plan/published_runs.csv"
 PAGE = RUNS.with_suffix(".md")
 Row = dict[str, str]
