@@ -210,7 +210,7 @@ def _micro_batch(config: Config, shape: GPTShape, keys: float, gpu: Gpu, rates: 
     wide = heads * (1 + 2 / block.group + block.output_gate) / tp
     up = block.mlp_size * (2 if block.activation in GATED else 1) / tp
     pairs = [(h, wide), (heads / tp, h), (h, up), (block.mlp_size / tp, h)]
-    one = sum(product(*pair, passes) for pair in pairs)
+    one = sum(product(inner, outer, passes) for inner, outer in pairs)
     one += passes * 4 * tokens * heads / tp * keys / rate
     stages, logits = p.pipe_parallel_size, product(h, shape.vocab_size / tp, 3)
     return max(ceil(m.num_layers / stages) * one, m.num_layers // stages * one + logits)
