@@ -12,7 +12,7 @@ from megatron.config import ConfigError
 from megatron.config.command_line import config_parser, load_for, load_or_exit
 from megatron.config.describe import describe
 
-PLAN_OPTIONS = ("gpus", "gpu", "mfu", "price")
+PLAN_OPTIONS = ("gpus", "gpu", "mfu", "price", "gpus_per_node", "network_gbps", "search")
 
 
 def main() -> int:
@@ -34,7 +34,8 @@ def main() -> int:
     given = [name for name in PLAN_OPTIONS if getattr(args, name) != parser.get_default(name)]
     without_plan = ([], ["gpus"]) if args.check or args.rehearse else ([],)
     if not args.plan and given not in without_plan:
-        text = "--gpus needs --plan, --check or --rehearse; --gpu, --mfu and --price need --plan"
+        text = "--gpus needs --plan, --check or --rehearse; --gpu, --mfu and --price need --plan, "
+        text += "and so do --gpus-per-node, --network-gbps and --search"
         parser.error(f"{text}; none of them starts the run")
     if args.check:
         code = _check(args)
@@ -69,8 +70,16 @@ def _add_plan_arguments(parser: ArgumentParser) -> None:
     gpus = "number of GPUs; default: as for the run"
     plan.add_argument("--gpus", metavar="N", type=entry.number(int, 1), help=gpus)
     plan.add_argument("--gpu", metavar="NAME", default="H100", help="default H100")
-    mfu = "the part of the GPU's peak that is reached, default 0.4"
-    plan.add_argument("--mfu", metavar="X", type=float, default=0.4, help=mfu)
+    mfu = "the part of the GPU's peak that is reached; default: estimated from the layout"
+    plan.add_argument("--mfu", metavar="X", type=float, help=mfu)
+    node = "GPUs of a machine, default 8"
+    plan.add_argument(
+        "--gpus-per-node", metavar="N", type=entry.number(int, 1), default=8, help=node
+    )
+    network = "Gbit/s between machines, for a whole machine; default: by --gpu"
+    plan.add_argument("--network-gbps", metavar="X", type=entry.number(float, 1.0), help=network)
+    search = "also list the fastest layouts that fit (a minute or two)"
+    plan.add_argument("--search", action="store_true", help=search)
     price = entry.number(float, 0.0)
     plan.add_argument("--price", metavar="X", type=price, help="of a GPU hour")
 
@@ -99,7 +108,8 @@ def _plan(args: Namespace) -> int:
     from megatron.plan.plan_text import plan_text
 
     try:
-        print(plan_text(load, args.gpu, args.mfu, args.price))
+        given = args.gpu, args.mfu, args.price, args.gpus_per_node, args.network_gbps, args.search
+        print(plan_text(load, *given))
     except ConfigError as error:
         entry.refuse(str(error), 2)
     except (StartError, AttentionError) as error:

@@ -1,9 +1,11 @@
-"""List the peak rates and the memory of GPUs.
+"""List the peak rates, the memory and the connections of GPUs.
 
 The rates are those of dense matrix products in TFLOP/s, from NVIDIA's data sheets. Each GPU has two
 rates: tensor cores with 16-bit inputs and fp32 sums, and fp32 without tensor cores (torch's
 default). Where a data sheet gives the rate of sparse matrices, this module has half of that rate.
 """
+
+from __future__ import annotations
 
 import re
 from dataclasses import dataclass
@@ -21,32 +23,48 @@ class Gpu:
         rate16: The peak TFLOP/s of matrix products with 16-bit inputs.
         rate32: The peak TFLOP/s of matrix products with fp32 inputs.
         memory: The memory in GB.
-        has_bf16: Whether the tensor cores support bf16.
+        bandwidth: The memory's bandwidth in GB/s.
+        link: The bandwidth to the GPUs of the same machine in GB/s, in one direction: half of the
+            data sheet's value for NVLink, or for PCIe if only pairs of GPUs have NVLink.
+        network: The Gbit/s between machines of 8 GPUs, from the data sheets of DGX-1, DGX A100 and
+            DGX H100. For GPUs without NVLink, one port of 100 Gbit/s (an assumption).
+        multiprocessors: The number of streaming multiprocessors.
+        has_bf16: Whether the tensor cores take bf16.
     """
 
     rate16: float
     rate32: float
     memory: float
+    bandwidth: float
+    link: float
+    network: float
+    multiprocessors: int
     has_bf16: bool = True
 
 
 GPUS = {
-    "V100": Gpu(125, 15.7, 32, has_bf16=False),  # Tesla V100 data sheet, 2020: SXM2
-    "A100-40": Gpu(312, 19.5, 40),  # A100 data sheet, 2021
-    "A100-80": Gpu(312, 19.5, 80),  # the same
-    "H100-PCIe": Gpu(756, 51, 80),  # H100 data sheet, 2022: 1,513 sparse
-    "H100-NVL": Gpu(835, 60, 94),  # H100 data sheet, 2024: 1,671 sparse
-    "H100": Gpu(989, 67, 80),  # the same, SXM: 1,979 sparse
-    "H200": Gpu(989, 67, 141),  # H200 data sheet, 2024, SXM: 1,979 sparse
-    "B200": Gpu(2250, 75, 180),  # Blackwell data sheet, 2025, HGX B200: 4,500 sparse
-    "L40S": Gpu(362, 91.6, 48),  # L40S data sheet, 2023
-    "4090": Gpu(165, 82.6, 24),  # Ada architecture whitepaper, 2023: GeForce RTX 4090
+    # Tesla V100 data sheet, 2020: SXM2
+    "V100": Gpu(125, 15.7, 32, 900, 150, 400, 80, has_bf16=False),
+    "A100-40": Gpu(312, 19.5, 40, 1555, 300, 1600, 108),  # A100 data sheet, 2021: SXM
+    "A100-80": Gpu(312, 19.5, 80, 2039, 300, 1600, 108),  # the same
+    "H100-PCIe": Gpu(756, 51, 80, 2000, 64, 100, 114),  # H100 data sheet, 2022: 1,513 sparse
+    "H100-NVL": Gpu(835, 60, 94, 3900, 64, 100, 132),  # H100 data sheet, 2024: 1,671 sparse
+    "H100": Gpu(989, 67, 80, 3350, 450, 3200, 132),  # the same, SXM: 1,979 sparse
+    "H200": Gpu(989, 67, 141, 4800, 450, 3200, 132),  # H200 data sheet, 2024: SXM
+    "B200": Gpu(2250, 75, 180, 8000, 900, 3200, 148),  # Blackwell data sheet, 2025, HGX B200
+    "L40S": Gpu(362, 91.6, 48, 864, 32, 100, 142),  # L40S data sheet, 2023
+    # Ampere GA102 architecture whitepaper, 2021: fp16 with fp32 sums, dense
+    "A6000": Gpu(154.8, 38.7, 48, 768, 32, 100, 84),
+    "3090": Gpu(71, 35.6, 24, 936, 32, 100, 82),
+    # Ada architecture whitepaper, 2023: the same
+    "6000-Ada": Gpu(364.2, 91.1, 48, 960, 32, 100, 142),
+    "4090": Gpu(165, 82.6, 24, 1008, 32, 100, 128),
 }
 """Maps names to GPUs. The order matters, because `gpu_of_device` returns the first that fits."""
 
 
 def gpu_named(name: str) -> Gpu:
-    """Return the known GPU with this name. Case is ignored.
+    """Return the GPU that `GPUS` lists under `name`. Upper and lower case count as equal.
 
     Raises:
         StartError: The GPU is unknown.
@@ -59,9 +77,10 @@ def gpu_named(name: str) -> Gpu:
 
 
 def gpu_of_device(device_name: str) -> Gpu | None:
-    """Return the GPU whose name fits CUDA's `device_name`, or None if it is unknown."""
-    # A GPU fits if `device_name` contains all parts of the GPU's name in `GPUS`. Hyphens separate
-    # the parts. The first GPU that fits counts.
+    """Return the first GPU of `GPUS` that fits CUDA's `device_name`, or None if there is none.
+
+    A GPU fits if `device_name` contains all parts of the GPU's name. Hyphens separate the parts.
+    """
     found = (gpu for name, gpu in GPUS.items() if all(x in device_name for x in name.split("-")))
     return next(found, None)
 

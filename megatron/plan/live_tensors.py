@@ -23,6 +23,7 @@ class LiveBytes(TorchDispatchMode):
     Attributes:
         now: The bytes of the tensors that exist now.
         peak: The largest value that `now` has had since `restart`.
+        launches: The number of operations so far, without views.
     """
 
     # A tensor from outside is counted as soon as the block creates a view of it. A storage that
@@ -32,7 +33,7 @@ class LiveBytes(TorchDispatchMode):
     def __init__(self, device_type: str) -> None:
         super().__init__()
         self.device_type = device_type
-        self.now = self.peak = 0
+        self.now = self.peak = self.launches = 0
         self._alive: dict[int, weakref.ref] = {}
 
     def restart(self) -> int:
@@ -44,6 +45,7 @@ class LiveBytes(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         result = func(*args, **(kwargs or {}))
+        self.launches += not func.is_view
         for tensor in tree_leaves(result):
             if isinstance(tensor, torch.Tensor) and tensor.device.type == self.device_type:
                 self._add(tensor.untyped_storage())

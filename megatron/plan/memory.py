@@ -49,25 +49,27 @@ holds other temporary tensors, such as logits and the gradients of activations."
 def peak_of(config: Config, vocab_size: int, device_type: str = "cuda") -> tuple[Step, Memory]:
     """Return the training step and the peak memory of the rank that needs the most memory.
 
+    Only the first and the last pipeline stage are compared.
+
     Args:
         vocab_size: The size of the tokenizer's vocabulary, before padding.
-        device_type: "cuda" or "cpu". The attention backend depends on it.
+        device_type: "cuda" or "cpu", which decides the attention backend.
 
     Returns:
-        (training step, bytes of each kind of memory at the peak) of this rank.
+        (step, memory), where `step` describes a training step of this rank, and `memory` maps each
+        kind of memory to its bytes at the peak.
     """
-    # Only the first and the last pipeline stage are compared.
     stages = {0, config.parallel.pipe_parallel_size - 1}
     steps = [measured_step(config, vocab_size, stage, device_type) for stage in stages]
-    found = ((step, memory) for step in steps for memory in _moments(config, step, device_type))
+    found = ((step, memory) for step in steps for memory in moments(config, step, device_type))
     return max(found, key=lambda each: sum(each[1].values()))
 
 
-def _moments(config: Config, step: Step, device_type: str) -> Iterator[Memory]:
-    """Yield the bytes of each kind of memory at each moment when a rank's memory may peak.
+def moments(config: Config, step: Step, device_type: str) -> Iterator[Memory]:
+    """Yield a dict from kind of memory to bytes, for each moment at which a rank's memory may peak.
 
     Args:
-        step: A training step of this rank.
+        step: A training step of this rank, from `measured_step`.
     """
     p, t, size = config.parallel, config.training, step.size
     stage, zero = p.zero_stage, {k: float(p.zero.get(k, v)) for k, v in DEFAULTS.items()}

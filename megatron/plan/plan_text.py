@@ -13,11 +13,11 @@ from megatron.data.errors import TokenizerError
 from megatron.engine.build import describe_attention, plan_of, tokenizer_of
 from megatron.engine.errors import StartError
 from megatron.engine.gpus import gpu_named
-from megatron.engine.model_shape import DTYPES
-from megatron.engine.training.speed import flops_per_token, mean_keys
+from megatron.engine.training.speed import flops_per_token, keys_per_query
 from megatron.model import GPT
 from megatron.plan.memory import peak_of
-from megatron.plan.step import Step
+from megatron.plan.search import NOTHING_FITS, best_layouts
+from megatron.plan.step_time import CALIBRATED, Cluster, StepTime, sent_per_step, step_time
 
 GIB = 2**30
 USABLE = 0.9
@@ -29,36 +29,38 @@ MOST_FITS = 3
 
 
 def plan_text(
-    load: Callable[..., Config], gpu_name: str, efficiency: float, price: float | None
+    load: Callable[..., Config],
+    gpu_name: str,
+    efficiency: float | None = None,
+    price: float | None = None,
+    per_node: int = 8,
+    network: float | None = None,
+    search: bool = False,
 ) -> str:
     """Return the plan of a run as text.
 
     Args:
         load: A function from overrides such as `checkpoint_activations=true` to the config.
-        gpu_name: The name of a GPU.
+        gpu_name: The name of a GPU in `gpus.GPUS`.
         efficiency: The fraction of the GPU's peak rate that the run reaches (MFU), above 0 and at
-            most 1.
+            most 1, or None to estimate the time from the layout.
         price: The price of one hour of one GPU, or None.
+        per_node, network: The GPUs of a machine and its network in Gbit/s (None: by `gpus.GPUS`).
+        search: Whether to list the fastest layouts that fit.
 
     Raises:
         StartError: The GPU is unknown, or cannot compute in the config's precision.
         AttentionError: The attention backend does not support this model.
     """
-    # `gpus.GPUS` lists the names.
     config, gpu = load(), gpu_named(gpu_name)
     precision, world_size = config.training.precision, config.parallel.world_size
     if precision == "bf16" and not gpu.has_bf16:
         raise StartError(f"--gpu {gpu_name} has no bf16; write precision: fp16")
-    if not 0.0 < efficiency <= 1.0:
+    if efficiency is not None and not 0.0 < efficiency <= 1.0:
         raise StartError(f"--mfu {efficiency}: write a number above 0 and at most 1, such as 0.4")
     if config.model.attention_backend in ("sdpa", "flex"):  # they keep no more than fused
-        load = partial(load, "attention_backend=auto")
-        config = load()
-    notes, vocab_size = [], GPT2_VOCABULARY
-    try:
-        vocab_size = tokenizer_of(config).vocab_size
-    except TokenizerError as error:
-        notes = [f"a vocabulary of {vocab_size:,}, because the tokenizer is not here ({error})"]
+        config = (load := partial(load, "attention_backend=auto"))()
+    vocab_size, notes = _vocabulary(config)
     plan = plan_of(config, vocab_size, device_type="cuda", eod=0)
     with torch.device("meta"):
         parameters = sum(x.numel() for x in GPT(plan).parameters())
@@ -70,56 +72,77 @@ def plan_text(
     fits = "fits" if total <= usable else "does not fit"
     lines += [f"  {'in all':<16}{total / GIB:8.2f}: {fits} into {USABLE:.0%} of {gpu.memory:g}"]
     if total > usable:
-        found = [*islice(_fitting(config, load, usable, vocab_size), MOST_FITS)]
-        nothing = ["  nothing that was tried; use more GPUs, or GPUs with more memory"]
-        lines += ["what fits:", *(found or nothing)]
+        found = islice(_fitting(config, load, usable, vocab_size), MOST_FITS)
+        lines += ["what fits:", *([*found] or [NOTHING_FITS])]
     if sent := _table(sent_per_step(config, step)):
         lines += ["what this rank sends in a step, in GiB", *sent]
-    rate = (gpu.rate32 if precision == "fp32" else gpu.rate16) * efficiency
-    flop = flops_per_token(plan.shape, mean_keys(config))
-    lines += [*_time_lines(config, flop, rate, price)]
-    if config.training.curriculum:
-        lines += ["a step's time is the mean over the lengths of the curriculum"]
+    peak, keys = gpu.rate32 if precision == "fp32" else gpu.rate16, keys_per_query(config)
+    cluster = Cluster(gpu, per_node, network or gpu.network * per_node / 8)
+    time = step_time(config, step, plan.shape, keys, cluster)
+    flop = flops_per_token(plan.shape, keys)
+    lines += _time_lines(config, flop, peak, efficiency, time, price)
+    lines += _crosses_machines(config, per_node)
     if config.model.reset_attention_mask:
         lines += ["each sequence counts as one document; shorter documents take less time"]
+    if search:
+        lines += ["the fastest layouts that fit, with the same train_batch_size"]
+        lines += best_layouts(load, plan.shape, keys, cluster, usable, vocab_size)
     return "\n".join(lines)
+
+
+def _vocabulary(config: Config) -> tuple[int, list[str]]:
+    """Return the size of the vocabulary, and a line for the plan if the size is assumed."""
+    try:
+        return tokenizer_of(config).vocab_size, []
+    except TokenizerError as error:
+        note = f"a vocabulary of {GPT2_VOCABULARY:,}, because the tokenizer is not here ({error})"
+        return GPT2_VOCABULARY, [note]
+
+
+def _crosses_machines(config: Config, per_node: int) -> list[str]:
+    p = config.parallel
+    if p.world_size <= per_node or per_node % p.model_parallel_size == 0:
+        return []
+    crosses = f"tensor parallelism of {p.model_parallel_size} crosses machines of {per_node} GPUs"
+    divides = f"write a model_parallel_size that divides {per_node}"
+    return [f"warning: {crosses}, and each block waits for the network; {divides}"]
 
 
 def _table(values: dict[str, float]) -> list[str]:
     return [f"  {name:<16}{value / GIB:8.2f}" for name, value in values.items() if value]
 
 
-def sent_per_step(config: Config, step: Step) -> dict[str, float]:
-    """Return the bytes that a rank sends in a training step, for each kind of parallelism."""
-    # Collectives are counted as ring algorithms: in an all-reduce over D ranks, each rank sends 2
-    # (D - 1) / D times the bytes of the tensor.
-    p, several = config.parallel, config.batch.gradient_accumulation_steps
-    replicas = p.data_parallel_size * p.context_parallel_size
-    half = step.size * DTYPES[config.training.precision].itemsize * (replicas - 1) / replicas
-    # A sum, or a sum of slices and a gathering. ZeRO-2 sums after each micro-batch; ZeRO-3 also
-    # gathers the weights for each forward and each backward pass.
-    halves = {2: several + 1, 3: 3 * several}.get(p.zero_stage, 2)
-    return {"data": halves * half} | {name: several * sent for name, sent in step.sent.items()}
-
-
-def _time_lines(config: Config, flop: float, rate: float, price: float | None) -> Iterator[str]:
+def _time_lines(
+    config: Config,
+    flop: float,
+    peak: float,
+    efficiency: float | None,
+    time: StepTime,
+    price: float | None,
+) -> Iterator[str]:
     """Yield lines about time and cost.
 
     Args:
         flop: The floating-point operations of one token.
-        rate: The TFLOP/s that each GPU reaches.
+        peak: The peak TFLOP/s of each GPU.
+        efficiency: The part of the peak that each GPU reaches, or None to take `time`.
+        time: The estimated time of a step.
         price: The price of one hour of one GPU, or None.
     """
     b, steps, gpus = config.batch, config.training.train_iters, config.parallel.world_size
     tokens = b.train_batch_size * config.model.seq_length
-    seconds = tokens * flop / (gpus * rate * 1e12)
-    yield (
-        f"a step of {tokens:,} tokens and {tokens * flop:.3g} FLOP takes {seconds:.3g} s if each "
-        f"GPU reaches {rate:.0f} TFLOP/s"
-    )
-    if waits := config.parallel.pipe_parallel_size - 1:
-        idle = waits / (waits + b.gradient_accumulation_steps)
-        yield f"in which a pipeline stage waits {idle:.0%} of the time for others"
+    given = f"a step of {tokens:,} tokens and {tokens * flop:.3g} FLOP takes"
+    most = gpus * peak * 1e12
+    if efficiency:
+        seconds = tokens * flop / (most * efficiency)
+        yield f"{given} {seconds:.3g} s if each GPU reaches {peak * efficiency:.0f} TFLOP/s"
+    else:
+        seconds = time.total
+        low, high = (seconds * each for each in CALIBRATED.interval)
+        mfu = tokens * flop / seconds / most
+        yield f"{given} about {seconds:.3g} s ({low:.3g} to {high:.3g}), an MFU of {mfu:.2g}"
+        yield "of which, in seconds, with communication that is exposed, and hidden beside the rest"
+        yield from (f"  {name:<16}{value:8.3g}" for name, value in vars(time).items())
     hours = seconds * steps / 3600
     yield f"{steps:,} steps take {hours:,.1f} hours, {gpus * hours:,.0f} GPU hours"
     if price is not None:
@@ -129,16 +152,15 @@ def _time_lines(config: Config, flop: float, rate: float, price: float | None) -
 def _fitting(
     config: Config, load: Callable[..., Config], usable: float, vocab_size: int
 ) -> Iterator[str]:
-    """Yield a line for each set of config overrides that makes the run fit on the GPU.
+    """Yield a line for each set of config overrides with which the run fits on the GPU.
 
-    The fastest overrides come first.
+    A line has the overrides and the memory that the run then needs. The fastest overrides come
+    first. The value of `train_batch_size` stays the same.
 
     Args:
         load: A function from overrides to the changed config.
         usable: The bytes of a GPU's memory that the run may use.
     """
-    # A line contains the overrides and the memory that the run needs with them. The value of
-    # `train_batch_size` stays the same.
     size = config.batch.train_batch_size
     batch = [f"train_batch_size={size}", "gradient_accumulation_steps=null"]
     for overrides in _candidates(config):
@@ -155,7 +177,7 @@ def _fitting(
 
 
 def _candidates(config: Config) -> Iterator[list[str]]:
-    """Yield config overrides that need less memory: first small changes, then other layouts."""
+    """Yield overrides that need less memory: first small changes, then other parallel layouts."""
     p, micro = config.parallel, config.batch.train_micro_batch_size_per_gpu
     less = [] if config.model.checkpoint_activations else ["checkpoint_activations=true"]
     if less:

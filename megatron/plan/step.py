@@ -31,13 +31,11 @@ from megatron.plan.live_tensors import LiveBytes
 
 
 class SilentGroup:
-    """A stand-in for a process group. Its collectives do nothing.
+    """A stand-in for a process group. Its collectives do nothing, and `sent` counts their bytes.
 
     Attributes:
-        sent: The bytes that a rank would have sent.
+        sent: The bytes that a rank would have sent if the collectives were ring algorithms.
     """
-
-    # The collectives are counted as ring algorithms.
 
     def __init__(self, size: int):
         self.size, self.sent = size, 0
@@ -64,17 +62,18 @@ class Step:
 
     Attributes:
         parameters: The number of elements of each parameter tensor of this rank.
-        matrices: The number of elements of each matrix in the transformer blocks.
-        kept: The bytes of the activations at the start of a backward pass.
-        moments: Pairs (parameter elements with a complete gradient, bytes), in the order of time.
-            The bytes are the peak since the previous pair, without weights and gradients.
-        left: The bytes of activations that still exist during the optimizer's step.
+        matrices: The number of elements of each matrix in the transformer blocks. Muon would train
+            these matrices.
+        kept: The bytes of the activations at the start of a backward pass. If the step has several
+            backward passes, the largest of these values.
+        moments: Pairs (complete, bytes), in the order of time. `complete` is the number of
+            parameter elements with a complete gradient. `bytes` is the peak size of all tensors
+            since the previous pair, without weights and gradients.
+        left: The bytes of activations that still exist when the optimizer takes its step.
         sent: Maps the name of a process group, such as `tensor`, to the bytes that this rank sends
-            in it per micro-batch.
+            in the group per micro-batch.
+        launches: The number of operations of a micro-batch that the CPU launches on a GPU.
     """
-
-    # Muon would train `matrices`. If the step has several backward passes, `kept` is the largest of
-    # their values.
 
     parameters: list[int]
     matrices: list[int] = field(default_factory=list)
@@ -82,6 +81,7 @@ class Step:
     moments: list[tuple[int, int]] = field(default_factory=list)
     left: int = 0
     sent: dict[str, int] = field(default_factory=dict)
+    launches: int = 0
 
     @property
     def size(self) -> int:
@@ -90,14 +90,14 @@ class Step:
 
 
 def measured_step(config: Config, vocab_size: int, stage: int, device_type: str = "cuda") -> Step:
-    """Return the memory and communication of a training step on one rank of a pipeline stage.
+    """Return the memory and communication of a rank of the pipeline stage `stage`.
+
+    The rank is the first of its tensor- and context-parallel groups.
 
     Args:
         vocab_size: The size of the tokenizer's vocabulary, before padding.
-        stage: The index of the pipeline stage.
-        device_type: "cuda" or "cpu". The attention backend depends on it.
+        device_type: "cuda" or "cpu", which decides the attention backend.
     """
-    # The rank is the first rank of its tensor-parallel and context-parallel groups.
     p, b, stages = config.parallel, config.batch, config.parallel.pipe_parallel_size
     sizes = {"tensor": p.model_parallel_size, "context": p.context_parallel_size}
     groups = {name: SilentGroup(size) for name, size in sizes.items()}
@@ -124,10 +124,12 @@ def measured_step(config: Config, vocab_size: int, stage: int, device_type: str 
         matrices = [p.numel() for p in blocks if p.ndim == 2]
         step, outside = Step([x.numel() for x in model.parameters()], matrices), live.now
         live.restart()
+        before = live.launches
         _train(step, live, model, schedule, tokens, received)
     step.moments = [(done, used - outside) for done, used in step.moments]
     step.kept, step.left = step.kept - outside, step.left - outside
     step.sent = {name: group.sent // micro_batches for name, group in groups.items()}
+    step.launches = (live.launches - before) // micro_batches
     exchanges = (stage > 0) + (stage < stages - 1)
     step.sent["pipeline"] = exchanges * sum(map(_bytes, _floats(received)))
     return step
@@ -159,7 +161,7 @@ def _train(
     tokens: Tensor,
     received: Any,
 ) -> None:
-    """Follow DeepSpeed's pipeline schedule, and record the memory in `step`."""
+    """Follow the schedule as DeepSpeed's engine does, and record the memory in `step`."""
     # As in DeepSpeed, a stage has one buffer to send and receive hidden states, and copies each
     # tensor that it receives twice. The last stage frees old logits when new ones replace them.
     done, inputs, outputs, loss = 0, {}, {}, None

@@ -159,14 +159,6 @@ def test_nothing_fits(plan):
     assert lines[at + 1] == ("  nothing that was tried; use more GPUs, or GPUs with more memory")
 
 
-def test_a_pipeline_waits_at_its_start_and_end(plan):
-    """Three of 3 + 6 micro-batch times on 4 stages."""
-    keys = ["pipe_parallel_size=4", "gradient_accumulation_steps=6"]
-    lines = plan(lambda config: 1.0, *keys)
-    assert "in which a pipeline stage waits 33% of the time for others" in lines
-    assert not any("waits" in line for line in plan(lambda config: 1.0))
-
-
 @pytest.mark.parametrize(("precision", "rate"), [("fp32", "rate32"), ("fp16", "rate16")])
 def test_the_rate_is_that_of_the_precision(plan, precision, rate):
     lines = plan(lambda config: 1.0, f"precision={precision}", mfu=0.25)

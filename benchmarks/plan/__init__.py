@@ -1,0 +1,1 @@
+"""Compare plans with measurements. Each file is a command."""
