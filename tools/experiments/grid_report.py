@@ -3,6 +3,8 @@
 matplotlib and jinja2 are imported inside functions, as elsewhere in this project.
 """
 
+from __future__ import annotations
+
 import base64
 import math
 from collections.abc import Mapping, Sequence

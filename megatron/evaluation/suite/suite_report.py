@@ -1,5 +1,7 @@
 """Write the suite's report: `report.md`, `report.json`, and a CSV and a PNG for each measure."""
 
+from __future__ import annotations
+
 import json
 import math
 from dataclasses import dataclass
