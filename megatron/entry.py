@@ -5,8 +5,6 @@ syntax newer than Python 3.6, so that an old Python prints a clear error message
 syntax error.
 """
 
-from __future__ import annotations
-
 import argparse
 import gc
 import os

@@ -35,7 +35,7 @@ def replacing(path: Path) -> Iterator[Path]:
 
 @contextmanager
 def naming(path: Path) -> Iterator[None]:
-    """Add the path to an OSError of the `with` block that names no file, such as a failed write."""
+    """Add `path` to an OSError of the `with` block if the error names no file."""
     try:
         yield
     except OSError as error:

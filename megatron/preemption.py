@@ -214,9 +214,9 @@ def due() -> bool:
 
 
 def safe_point() -> None:
-    """Raise `Leave` if all ranks end the job at this safe point. Every rank must call this.
+    """Raise `Leave` on every rank if the ranks have agreed to end the job here.
 
-    Safe points are after an optimizer step and between two batches of an evaluation.
+    Every rank must call this, after an optimizer step or between two batches of an evaluation.
     """
     if due():
         raise Leave

@@ -175,7 +175,7 @@ def _inputs(call: Call, tabulated: bool, layer: Columns | None) -> tuple[Tensor 
 
 
 def tabulate(pos: PositionalEmbedding, theta_HN: Tensor, length: int, scale: float) -> Tensor:
-    """Return a table of an embedding's bias and weight at all distances."""
+    """Return the bias and the weight that an embedding gives the logits at all distances."""
     d = torch.arange(length, device=theta_HN.device)
     bias_HS, weight_HS = pos.bias(theta_HN, d), pos.weight(theta_HN, d)
     # The kernels multiply the sum of query-key product and bias by `scale`. Where the bias is

@@ -162,7 +162,7 @@ def key_tile(
     f_evaluate: tl.constexpr, WEIGHTED: tl.constexpr, DROPOUT: tl.constexpr, MASKED: tl.constexpr,
     M: tl.constexpr, N: tl.constexpr, E: tl.constexpr, P: tl.constexpr,
 ):  # fmt: skip
-    """Add a tile of query rows to the gradients of a tile of keys and values."""
+    """Add the contribution of a tile of queries to `dk`, `dv` and `ddecay`; return the sums."""
     q = load_rows(q_base, m0, queries, q_stride, MASKED, M, E, P)
     do = load_rows(do_base, m0, queries, do_stride, MASKED, M, E, P)
     row = m0 + tl.arange(0, M)

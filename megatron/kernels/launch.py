@@ -275,7 +275,7 @@ def hidden_gradient(
 
 
 def table_gradient(setting: Setting, tile: Tile, tensors: dict[str, Tensor]) -> Tensor:
-    """Return the gradient of an embedding that is given as a table over query-key distances."""
+    """Return the gradient of a table that contains an embedding's bias at each distance."""
     q, rows_HW = tensors["q"], tensors["theta"]
     functions = setting.functions
     batch, heads, queries = q.shape[:3]

@@ -81,7 +81,7 @@ class NotExpressible(ValueError):
 
 
 def lower(expr: Any, d: sympy.Symbol, known: Bounds) -> sympy.Expr:
-    """Rewrite an expression with functions that a GPU has, such as log2 and 2^x.
+    """Rewrite `expr` so that it uses only functions that a GPU has, such as log2 and 2^x.
 
     Args:
         d: The symbol of the query-key distance.

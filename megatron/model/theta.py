@@ -101,7 +101,7 @@ def trained_theta(pos: PositionalEmbedding, parts: Sequence[Tensor]) -> Tensor:
 
 
 def _joined(parts: Sequence[Tensor], first: list[int], second: list[int]) -> Tensor:
-    """Join two tensors with some parameters each, in the order of all parameters."""
+    """Merge two tensors of parameters; `first` and `second` are their columns in the result."""
     # The index in theta of each column of the first tensor, and of the second.
     order = [*first, *second]
     return torch.cat(tuple(parts), dim=1)[:, sorted(range(len(order)), key=order.__getitem__)]

@@ -111,7 +111,7 @@ class Combination(PositionalEmbedding):
         return term.table(positions, dim, dtype)
 
     def _part(self, *kinds: Kind) -> tuple[PositionalEmbedding, list[int]]:
-        """Return the embeddings of some kinds as one, and the indices of their parameters."""
+        """Combine the embeddings of some kinds; return it, and the indices of its parameters."""
         terms, columns, start = [], [], 0
         for term in self._terms:
             if term.kind in kinds:

@@ -218,7 +218,7 @@ def _table(
 
 
 def _moved(moved: Frame, rows: str) -> Frame:
-    """Return a formatted table of how far training moved the learned parameters."""
+    """Format the table of how far training moved the parameters, a row per value of `rows`."""
     # It has a line for each parameter and each value of the axis `rows`, with means over the seeds.
     runs = moved.astype(dict.fromkeys(VALUES, float)).groupby([rows, "parameter"], sort=False)
     lines = runs[VALUES].mean().map("{:.3g}".format)

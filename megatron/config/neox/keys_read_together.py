@@ -64,7 +64,7 @@ def read_precision(others: dict[str, Given], out: Translation) -> None:
 
 
 def read_intervals(others: dict[str, Given], out: Translation) -> None:
-    """Translate GPT-NeoX's other keys for two intervals of steps."""
+    """Translate GPT-NeoX's keys `checkpoint_factor` and `lr_decay_fraction`."""
     # `checkpoint_factor` is GPT-NeoX's name for `save_interval`. `lr_decay_fraction` gives
     # `lr_decay_iters` as a fraction of `train_iters`.
     factor, interval = others.get("checkpoint_factor"), out.given.get("save_interval")

@@ -142,8 +142,8 @@ def line_chunks(stream: io.BufferedReader, place: Place) -> Iterator[Chunk]:
     """Yield chunks of complete lines from `stream`. The last line may lack its line feed.
 
     Args:
-        place: The place of the stream. If the stream is damaged in line 7, ":7" is appended to
-            `place.name`.
+        place: The place of the stream. If the stream is damaged, the number of the line is
+            appended to `place.name`, for example "x.jsonl:7".
 
     Raises:
         Fault: A line is longer than `place.limits.document_bytes`.

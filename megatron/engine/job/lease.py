@@ -253,7 +253,7 @@ def _place(folder: Path) -> tuple[str, int, int] | None:
 
 
 def _names_another(content: str, folder: Path) -> bool:
-    """Return whether a lease in `folder` was copied there from another folder.
+    """Return whether the lease `content` records another folder, so that it was copied.
 
     Args:
         content: The content of the lease.

@@ -143,7 +143,7 @@ def flops_per_token(shape: GPTShape, keys: float) -> float:
 
 
 def known_peak(device: torch.device, precision: str) -> float | None:
-    """Return the peak TFLOP/s of a known GPU in 16-bit precision, otherwise None."""
+    """Return the GPU's peak in 16 bits in TFLOP/s. Return None for other GPUs and precisions."""
     if device.type != "cuda" or precision == "fp32":
         return None
     gpu = gpu_of_device(torch.cuda.get_device_name(device))

@@ -85,10 +85,10 @@ def _columns(name: str, found: Estimate) -> dict[str, float]:
 
 
 def predictions(sequences_nT: np.ndarray, window: int) -> dict[str, np.ndarray]:
-    """Return the probability that a pointer assigns to each target, -1 without a match.
+    """Return the probability that copying from the context gives each target.
 
     A pointer of order k looks for earlier copies of the last k tokens, and predicts what followed
-    them.
+    them. The probability is -1 if there is no copy.
 
     Args:
         sequences_nT: The tokens of n sequences, int64 [n, T].
