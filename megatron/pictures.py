@@ -170,8 +170,8 @@ def mark_training_length(axes: Axes, length: int) -> None:
 def label_lines(plots: Sequence[Axes], width: int = 20) -> None:
     """Write the name of each curve beside its right end, in all plots of a figure. Call this last.
 
-    Names that would overlap are moved apart, by as little as possible. A curve whose end is outside
-    of the plot, or not finite, gets no name.
+    Names that would overlap are moved apart, by as little as possible. A curve is named at its
+    last finite point. If this point is outside of the plot, the curve gets no name.
 
     Args:
         width: The number of characters after which a name goes on in the next line.
@@ -182,11 +182,12 @@ def label_lines(plots: Sequence[Axes], width: int = 20) -> None:
         to_axes = axes.transData + axes.transAxes.inverted()
         named = []
         for line in axes.lines:
-            (x, y), name = (
-                to_axes.transform(np.asarray(line.get_xydata())[-1]),
-                str(line.get_label()),
-            )
-            if not name.startswith("_") and -0.01 <= y <= 1.01:
+            points, name = to_axes.transform(np.asarray(line.get_xydata())), str(line.get_label())
+            points = points[np.isfinite(points).all(axis=1)]
+            if name.startswith("_") or not len(points):
+                continue
+            x, y = points[-1]
+            if -0.01 <= y <= 1.01:
                 named.append((y, x, line, textwrap.fill(name, width, break_long_words=False)))
         named.sort(key=lambda each: each[0])
         row = 12.5 * figure.dpi / 72 / axes.get_window_extent().height

@@ -11,6 +11,7 @@ the reports have no pictures of their kernels.
 from __future__ import annotations
 
 import json
+from dataclasses import fields
 from functools import partial
 from pathlib import Path
 
@@ -42,16 +43,20 @@ def quickstart() -> None:
     """Draw the perplexity by length of each embedding, and the kernels of `kerple_log`."""
     folder = ROOT / "docs" / "quickstart"
 
+    def known(row: dict) -> dict:
+        """Leave out the columns that say with what a row was measured."""
+        return {each.name: row[each.name] for each in fields(LengthResult)}
+
     def title(what: str, name: str, day: str) -> str:
         return f"{what} of {name}, {MODEL}, step 1,400\npython-stdlib, trained at 128 tokens, {day}"
 
     for path in sorted(folder.glob("extrapolation_*.csv")):
         name = path.stem.removeprefix("extrapolation_")
-        rows = [LengthResult(**row) for row in pd.read_csv(path).to_dict("records")]
+        rows = [LengthResult(**known(row)) for row in pd.read_csv(path).to_dict("records")]
         found = folder / f"context_baseline_{name}.csv"
         table = pd.read_csv(found) if found.exists() else pd.DataFrame()
         short = table.rename(columns={"context": "length"}).to_dict("records")
-        baselines = {row.pop("baseline"): LengthResult(**row) for row in short}
+        baselines = {row["baseline"]: LengthResult(**known(row)) for row in short}
         head = title(
             "Perplexity by length",
             name.replace("log_", "log + ").replace("rotary_", "rotary + "),

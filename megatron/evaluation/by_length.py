@@ -236,9 +236,10 @@ def draw_kernels(
         step: The optimizer steps that the model was trained for.
     """
     # The file is `kernels.png`. If layers have different kernels, there is one file for each
-    # kernel, such as `kernels_layer0.png`. The distances go up to the largest of `eval_lengths`. If
-    # a kernel depends on the query's position, this largest length is also the query's position.
-    path, longest = RunFolder(run_dir).kernels, max(config.evaluation.eval_lengths)
+    # kernel, such as `kernels_layer0.png`. The distances go up to the largest of `eval_lengths` and
+    # `seq_length`. If a kernel depends on the query's position, this is also the query's position.
+    path = RunFolder(run_dir).kernels
+    longest = max([*config.evaluation.eval_lengths, config.model.seq_length])
     theta_HN = pos.initial_theta(config.model.num_attention_heads, torch.Generator())
     if trained_HN is not None:
         theta_HN[:, columns_of(pos, trained=True)] = trained_HN.cpu()

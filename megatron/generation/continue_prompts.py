@@ -18,6 +18,7 @@ from megatron.generation.text import Continuation
 from megatron.model import GPT
 from megatron.parallel.groups import Groups, TensorGroup
 from megatron.parallel.rng import named_generator
+from megatron.positional import PositionalError
 
 
 @dataclass(frozen=True)
@@ -86,7 +87,12 @@ def generate(
             texts = groups.gather_from_job(options.read_prompts() if groups.is_main else [])[0]
             if options.interactive and texts is None:
                 break
-            _continue(run, texts, options, before, groups.model, write, say)
+            try:
+                _continue(run, texts, options, before, groups.model, write, say)
+            except (DataError, PositionalError) as error:
+                if not options.interactive:
+                    raise
+                say(f"error: {error}")
 
 
 def _continue(

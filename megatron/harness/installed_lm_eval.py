@@ -9,7 +9,7 @@ import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from importlib.machinery import ModuleSpec, PathFinder
+from importlib.machinery import ModuleSpec
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -29,7 +29,9 @@ class _Elsewhere:
         if name not in NAMES:
             return None
         folders = [each for each in sys.path if Path(each).resolve() not in _OWN]
-        spec = PathFinder.find_spec(name, folders)
+        others = (finder for finder in sys.meta_path if finder is not self)
+        found = (finder.find_spec(name, folders) for finder in others)
+        spec = next((each for each in found if each), None)
         if spec is None:
             raise ModuleNotFoundError(f"No module named {name!r}", name=name)
         return spec

@@ -13,7 +13,7 @@ from megatron.data.errors import TokenizerError
 from megatron.engine.build import describe_attention, plan_of, tokenizer_of
 from megatron.engine.errors import StartError
 from megatron.engine.gpus import gpu_named
-from megatron.engine.training.speed import flops_per_token, keys_per_query
+from megatron.engine.training.speed import flops_per_token, mean_keys
 from megatron.model import GPT
 from megatron.plan.memory import peak_of
 from megatron.plan.search import NOTHING_FITS, best_layouts
@@ -76,12 +76,14 @@ def plan_text(
         lines += ["what fits:", *([*found] or [NOTHING_FITS])]
     if sent := _table(sent_per_step(config, step)):
         lines += ["what this rank sends in a step, in GiB", *sent]
-    peak, keys = gpu.rate32 if precision == "fp32" else gpu.rate16, keys_per_query(config)
+    peak, keys = gpu.rate32 if precision == "fp32" else gpu.rate16, mean_keys(config)
     cluster = Cluster(gpu, per_node, network or gpu.network * per_node / 8)
     time = step_time(config, step, plan.shape, keys, cluster)
     flop = flops_per_token(plan.shape, keys)
     lines += _time_lines(config, flop, peak, efficiency, time, price)
     lines += _crosses_machines(config, per_node)
+    if config.training.curriculum:
+        lines += ["a step's time is the mean over the lengths of the curriculum"]
     if config.model.reset_attention_mask:
         lines += ["each sequence counts as one document; shorter documents take less time"]
     if search:

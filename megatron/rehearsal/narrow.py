@@ -15,8 +15,8 @@ from megatron.data.shards.writer import ShardWriter
 # One step, a validation and a save, in a fresh run that only writes its folder.
 STEP = """train_iters=1 lr_decay_iters=null eval_interval=1 eval_iters=1 log_interval=1 save=run
 load=null finetune=false save_interval=null exit_interval=null exit_duration_in_mins=null
-curriculum=null train_batch_size=null train_micro_batch_size_per_gpu=1 eval_examples=2
-eval_context_baseline=0 rotary_pct=1 attention_backend=auto distributed_backend=null
+curriculum=null curriculum_learning=null train_batch_size=null train_micro_batch_size_per_gpu=1
+eval_examples=2 eval_context_baseline=0 rotary_pct=1 attention_backend=auto distributed_backend=null
 torch_compile=false profile=false memory_profiling=false flops_profiler.enabled=false
 use_wandb=false tensorboard_dir=null"""
 TEXT = """train_data_paths=null train_data_weights=null valid_data_paths=null

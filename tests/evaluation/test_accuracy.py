@@ -188,7 +188,9 @@ def test_a_run_writes_the_table(finished, tmp_path):
     assert [(row.exact, row.token) for row in again] == list(
         zip(table.exact, table.token, strict=True)
     )
-    assert "copy, kerple_log, trained at 1 to 4\n length  times_train  examples" in said[-1]
+    title, _, text = said[-1].partition("\nbuiltin:copy, trained at 1 to 4, ")
+    assert title == "Accuracy in copy of kerple_log, 2 layers of width 32, step 6"
+    assert "\n length  times_train  examples" in text
     record = newest(finished).record
     assert record.data["task"] == "copy" and record.data["options"]["max_length"] == 4
 

@@ -152,11 +152,15 @@ def _cells(about: Description, runs: Path, variables: Mapping[str, str]) -> Iter
 
 
 def _yaml(value: Any, names: Mapping[str, str]) -> str:
-    """Return a value as one line of YAML. Each `{NAME}` is replaced by its value in `names`.
-
-    A text with a name loses its quotes: the value may be a number.
-    """
-    return filled(re.sub(r'"([^"]*\{\w+\}[^"]*)"', r"\1", json.dumps(value)), names)
+    """Return a value as one line of YAML. Each `{NAME}` is replaced by its value in `names`."""
+    if isinstance(value, str) and re.search(_VARIABLE, value):
+        return filled(value, names)  # without quotes: the value may be a number
+    if isinstance(value, dict):
+        pairs = (f"{json.dumps(key)}: {_yaml(each, names)}" for key, each in value.items())
+        return "{" + ", ".join(pairs) + "}"
+    if isinstance(value, list):
+        return "[" + ", ".join(_yaml(each, names) for each in value) + "]"
+    return json.dumps(value)
 
 
 def _faults(about: Description, variables: Mapping[str, str]) -> Iterator[Fault]:

@@ -110,12 +110,13 @@ def sections(
             curve: measured[measured["metric"] == curve] for curve in CURVES.values()
         }
         for name, values in curves.items():
-            if len(values):
+            if values["value"].notna().any():
                 head = f"{name.capitalize()}, mean ± standard deviation over seeds"
                 head += f": {title}\n{about}" if known else f"\n{about}"
                 section.pictures[f"{name} by length"] = by_length(values, rows, name, head)
         for row, runs in part.groupby(rows):
-            for path in sorted(Path(runs["folder"].iloc[0]).glob("kernels*.svg")):
+            folder = Path(runs["folder"].iloc[0])
+            for path in sorted([*folder.glob("kernels*.svg")] or [*folder.glob("kernels*.png")]):
                 section.pictures[f"The kernels of {row}, {path.stem}"] = path
         found.append(section)
     return found
@@ -248,7 +249,7 @@ def page(
 
     loader = jinja2.FileSystemLoader(Path(__file__).parent)
     environment = jinja2.Environment(loader=loader, autoescape=True, trim_blocks=True)
-    environment.filters["base64"] = _base64
+    environment.filters["address"] = _address
     environment.filters["numbers"] = _numbers
     environment.filters["sentence"] = lambda text: text[:1].upper() + text[1:]
     environment.filters["table"] = lambda table: table.to_html(index=False, border=0)
@@ -257,9 +258,11 @@ def page(
     )
 
 
-def _base64(picture: Figure | Path) -> str:
-    svg = read_small(picture, 1 << 27) if isinstance(picture, Path) else pictures.svg(picture)
-    return base64.b64encode(svg).decode()
+def _address(picture: Figure | Path) -> str:
+    """Return an address that contains the picture itself. Runs of earlier versions have PNGs."""
+    kind = "png" if isinstance(picture, Path) and picture.suffix == ".png" else "svg+xml"
+    content = read_small(picture, 1 << 27) if isinstance(picture, Path) else pictures.svg(picture)
+    return f"data:image/{kind};base64,{base64.b64encode(content).decode()}"
 
 
 def _numbers(verdict: Verdict) -> str:

@@ -63,6 +63,7 @@ def head_of(found: Frame, grid: Grid | None, arguments: Sequence[str]) -> Head:
     if grid:
         pairs = zip(arguments, arguments[1:], strict=False)
         sets = [text for pair in pairs if pair[0] == "--set" for text in pair]
+        sets += [text for text in arguments if text.startswith("--set=")]
         train = [["tools/sweep.py", str(grid.path), *sets]]
         methods += (
             "; a claim is tested over the seeds by paired t tests at a level of "
@@ -87,5 +88,7 @@ def _starts(runs: Sequence[RunFolder]) -> list[dict[str, Any]]:
     found = []
     for run in runs:
         with suppress(OSError, ValueError, LookupError, TypeError):
-            found.append(parse_json(read_small(run.provenance, MOST_BYTES))["starts"][-1])
+            start = parse_json(read_small(run.provenance, MOST_BYTES))["starts"][-1]
+            known = {"time": str(start["time"]), "ranks": list(start["ranks"])}
+            found.append(known | {"code": {"commit": start["code"]["commit"]}})
     return found

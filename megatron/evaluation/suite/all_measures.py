@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
-from megatron.config import Config
+from megatron.config import Config, ConfigError
 from megatron.data.errors import DataError
 from megatron.data.samples.split import SPLITS
 from megatron.data.tasks.base import Task
@@ -142,7 +142,10 @@ def _subject(run: OpenRun, groups: Groups) -> Subject:
 
 
 def _open_judge(load: Path, tokenizer: Tokenizer, groups: Groups) -> Subject:
-    run = open_run(load, None, groups)
+    try:
+        run = open_run(load, None, groups)
+    except (CheckpointError, ConfigError) as error:
+        raise CheckpointError(f"--judge {load}: {error}") from error
     if run.tokenizer.fingerprint() != tokenizer.fingerprint():
         raise CheckpointError(
             f"--judge {load} has another tokenizer than the model, so its tokens are different; "

@@ -41,7 +41,7 @@ def library(tmp_path, monkeypatch):
 
 def test_the_whole_library(tmp_path, capsys):
     prefix = prepare_builtin("builtin:python-stdlib", tmp_path, BYTES)
-    assert "tokenising python-stdlib: 100%" in capsys.readouterr().err
+    assert "tokenising python-stdlib |██████████|" in capsys.readouterr().err
     manifest = read_manifest(prefix)
     shards = join(open_each(prefix, BYTES))
     splits = split_documents("90,9,1", len(shards))

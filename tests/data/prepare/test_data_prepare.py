@@ -46,7 +46,7 @@ def test_the_published_files_from_their_text(run, parity, gpt2_files, tmp_path):
     )
     assert status == 0, err
     assert "data_path: out/corpus_text_document\n205 documents, 171,137 tokens" in out
-    assert "tokenising corpus: 100%" in err and "B/s" in err
+    assert "tokenising corpus |██████████|" in err and "B/s" in err
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == [
         f"corpus_text_document{suffix}" for suffix in (".bin", ".idx", ".json")
     ]

@@ -153,7 +153,7 @@ def test_the_report_has_tables_pictures_and_numbers(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("scale", "stretched"), [(1.0, ""), (0.5, ", distances x 0.5"), (2.0, ", distances x 2")]
+    ("scale", "stretched"), [(1.0, ""), (0.5, " at distances x 0.5"), (2.0, " at distances x 2")]
 )
 def test_the_title_and_the_facts(tmp_path, monkeypatch, capsys, scale, stretched):
     write_documents(tmp_path / "t", [np.append(np.arange(40) % 250, 256)] * 5)

@@ -115,7 +115,7 @@ def test_each_length_task_has_its_own_lengths():
 
 
 def test_the_plan_and_the_hand_scale_grid_agree():
-    plan = (ROOT / "docs" / "results" / "plan.md").read_text()
+    plan = (ROOT / "docs" / "lab" / "plan.md").read_text()
     grid = read_grid(CONFIGS / "paper" / "stand_in.yml")
     assert set(re.findall(r"^\| (P\d) \|", plan, re.M)) == grid.about.endpoints.keys()
     seeds = {
