@@ -182,8 +182,7 @@ def _check_values(call: Call) -> None:
     if call.starts_BS is not None and (call.q_BHTE.device.type == "cpu" or os.environ.get(DEBUG)):
         _check_starts(call.starts_BS)
     # Only at the first use of an embedding.
-    if call.theta_HN is not None:
-        check_embedding(call.pos, call.theta_HN)
+    check_embedding(call.pos, call.theta)
 
 
 def _check_starts(starts_BS: Tensor) -> None:

@@ -26,7 +26,7 @@ def check_embedding(pos: PositionalEmbedding, theta_HN: Tensor) -> None:
     Raises:
         AttentionError: A parameter is out of its bounds, or a formula is wrong for some distance.
     """
-    if pos.parameters and pos not in _CHECKED:
+    if (pos.parameters or pos.has("distance")) and pos not in _CHECKED:
         _check_apart(pos, theta_HN.detach().cpu())
         _CHECKED.add(pos)
 
@@ -34,7 +34,7 @@ def check_embedding(pos: PositionalEmbedding, theta_HN: Tensor) -> None:
 @constant
 def check_initial_formulas(pos: PositionalEmbedding, heads: int) -> None:
     """Check an embedding's formulas with initial values of its parameters."""
-    if pos.parameters and pos not in _CHECKED:
+    if (pos.parameters or pos.has("distance")) and pos not in _CHECKED:
         _check_apart(pos, pos.initial_theta(heads, torch.Generator().manual_seed(0)))
 
 
