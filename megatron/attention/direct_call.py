@@ -68,9 +68,11 @@ def attend(
         AttentionError: The inputs do not fit together, or the backend does not support them.
     """
     if not isinstance(pos, PositionalEmbedding):
+        made = isinstance(pos, type) and issubclass(pos, PositionalEmbedding)
+        what = f"the class {pos.__name__}: write {pos.__name__}()" if made else type(pos).__name__
         raise AttentionError(
-            f"the fourth argument must be a positional embedding, such as load('kerple_log'), "
-            f"not {type(pos).__name__}: attend(q, k, v, pos, theta)"
+            "the fourth argument of attend(q, k, v, pos, theta) must be a positional embedding, "
+            f"such as load('kerple_log'), not {what}"
         )
     q_BHTE, k_BKSE, v_BKSE = _of_one_dtype(q_BHTE, k_BKSE, v_BKSE)
     size, value_size = q_BHTE.shape[-1], v_BKSE.shape[-1]

@@ -14,6 +14,7 @@ from pydantic import BeforeValidator
 
 from megatron.config.fields import one_of, whole_number
 from megatron.config.per_layer import per_layer, values_of
+from megatron.embedding_aliases import POSITIONAL_ALIASES
 
 
 def _choice(names: str, **others: Mapping[str, str]) -> BeforeValidator:
@@ -45,12 +46,6 @@ def _positional_names() -> list[str]:
 
 
 POSITIONAL_NAMES = tuple(_positional_names())
-PUBLISHED_POSITIONAL_NAMES = {
-    "kerple_power_ap_": "kerple_power",
-    "kerple_power__ap": "kerple_power_mul",
-    "kerple_power_ap_ap": "kerple_power_add_mul",
-}
-"""Maps names of the published KERPLE code to the names of the same embeddings in this project."""
 _DAPE = "it mixes the scores of all heads in a network, so that no head can be computed alone"
 _DAPE_KERNELS = ("alibi", "fire", "kerple", "rope", "xl_bias")
 _DAPE_FORMS = ("c", "capev2", "dapev1", "dapev2")
@@ -70,7 +65,7 @@ _BY_CONTENT = {
 """Maps each refused positional method to the reason why no attention backend computes it."""
 _positional_term = one_of(
     POSITIONAL_NAMES,
-    aliases=PUBLISHED_POSITIONAL_NAMES | {"kerple": "kerple_log"},  # DAPE's name
+    aliases=POSITIONAL_ALIASES,
     refused=_BY_CONTENT,
 )
 

@@ -12,6 +12,7 @@ import inspect
 from pathlib import Path
 from typing import Any
 
+from megatron.embedding_aliases import POSITIONAL_ALIASES
 from megatron.numerics import WIDE, Numerics
 from megatron.positional.base import PositionalEmbedding, PositionalError
 from megatron.positional.combination import Combination, PerLayer
@@ -50,7 +51,7 @@ def load(name: str, *, numerics: Numerics = WIDE, **options: Any) -> PositionalE
 
     Args:
         name: The name of an embedding, or of several embeddings that act together, such as `rotary
-            + kerple_log`.
+            + kerple_log`. The released code's names also work, such as `kerple_power_ap_`.
         numerics: Where the embedding rounds numbers.
         options: The embedding's options. For several embeddings, the options by name, such as
             `rotary={"factor": 2.0}`.
@@ -62,6 +63,7 @@ def load(name: str, *, numerics: Numerics = WIDE, **options: Any) -> PositionalE
     """
     if "+" in name:
         return _combination([term.strip() for term in name.split("+")], numerics, options)
+    name = POSITIONAL_ALIASES.get(name, name)
     if name not in names():
         hint = did_you_mean(name, names())
         raise PositionalError(
