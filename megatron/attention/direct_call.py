@@ -13,7 +13,7 @@ import os
 from dataclasses import replace
 from functools import partial
 from operator import index
-from typing import Any
+from typing import Any, Never
 
 import torch
 import torch.nn.functional as F
@@ -28,6 +28,18 @@ from megatron.positional import PositionalEmbedding
 
 DEBUG = "KERPLE_DEBUG"
 """The environment variable with which document starts are also checked on GPUs."""
+HERE = {
+    "attn_mask": "a bias is a formula of the distance (pos), see window and starts_BS",
+    "score_mod": "a bias is a formula of the distance, the fourth argument (pos)",
+    "block_mask": "write window=, or starts_BS= for documents",
+    "is_causal": "it is always causal, so leave this out",
+    "causal": "it is always causal, so leave this out",
+    "enable_gqa": "k and v may have fewer heads than q, so leave this out",
+    "window_size": "write window=W - 1 for a window of W tokens",
+    "softmax_scale": "write scale=",
+    "alibi_slopes": "write load('alibi') as the fourth argument (pos)",
+}
+"""What to write for arguments of SDPA, `flex_attention` and `flash_attn_func`."""
 # As `torch.compiler.disable`, which would import the compiler now. This does so when it is called.
 _outside_of_graphs = torch._disable_dynamo(computed)  # pyright: ignore[reportPrivateImportUsage]
 
@@ -48,6 +60,7 @@ def attend(
     decay_BHS: Tensor | None = None,
     backend: str = "auto",
     return_lse: bool = False,
+    **unknown: Never,
 ) -> Any:
     """Return causal attention [batch, heads, queries, head size of v] in q's dtype.
 
@@ -66,7 +79,12 @@ def attend(
 
     Raises:
         AttentionError: The inputs do not fit together, or the backend does not support them.
+        TypeError: There is no such argument. For those of similar functions, the error says what to
+            write instead.
     """
+    for name in unknown:
+        hint = HERE.get(name, "help(attend) lists its arguments")
+        raise TypeError(f"attend has no argument {name}: {hint}")
     if not isinstance(pos, PositionalEmbedding):
         made = isinstance(pos, type) and issubclass(pos, PositionalEmbedding)
         what = f"the class {pos.__name__}: write {pos.__name__}()" if made else type(pos).__name__
