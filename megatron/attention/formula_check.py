@@ -95,6 +95,14 @@ def _check_formulas(pos: PositionalEmbedding, theta_HN: Tensor) -> None:
             ) from error
         if value_HTS is not None:
             _check_formula(name, value_HTS, theta_HN, d_1TS, watch)
+            some_1TS = d_1TS[..., :2].flip(1, 2)  # without the largest distance
+            again_HTS = function(theta_HN, some_1TS, some_1TS + 3)
+            same = value_HTS[..., :2].flip(2, 3)
+            if again_HTS is None or not torch.allclose(again_HTS, same, 1e-5, 1e-6):
+                raise AttentionError(
+                    f"{name} has returned other values for the same distances in another order; it "
+                    "must treat each distance by itself (no cumsum, d.max() or random numbers)"
+                )
 
 
 def _check_formula(
