@@ -169,9 +169,7 @@ def check_terms(call: Call) -> None:
         expected = (heads, len(columns))
         if columns if theta_HN is None else tuple(theta_HN.shape) != expected:
             got = "none" if theta_HN is None else str(list(theta_HN.shape))
-            hint = ""
-            if not columns:
-                hint = "; declare its columns: parameters = (ThetaParameter('a', low=0.0), ...)"
+            hint = "" if columns else "; declare parameters = (ThetaParameter('a', low=0.0), ...)"
             raise AttentionError(f"{call.pos.name} needs theta {list(expected)}, got {got}{hint}")
 
 

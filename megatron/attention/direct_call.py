@@ -33,11 +33,9 @@ HERE = {
     "score_mod": "a bias is a formula of the distance, the fourth argument (pos)",
     "block_mask": "write window=, or starts_BS= for documents",
     "is_causal": "it is always causal, so leave this out",
-    "causal": "it is always causal, so leave this out",
     "enable_gqa": "k and v may have fewer heads than q, so leave this out",
     "window_size": "write window=W - 1 for a window of W tokens",
     "softmax_scale": "write scale=",
-    "alibi_slopes": "write load('alibi') as the fourth argument (pos)",
 }
 """What to write for arguments of SDPA, `flex_attention` and `flash_attn_func`."""
 # As `torch.compiler.disable`, which would import the compiler now. This does so when it is called.
@@ -83,8 +81,7 @@ def attend(
             write instead.
     """
     for name in unknown:
-        hint = HERE.get(name, "help(attend) lists its arguments")
-        raise TypeError(f"attend has no argument {name}: {hint}")
+        raise TypeError(f"attend has no argument {name}: {HERE.get(name, 'see help(attend)')}")
     if not isinstance(pos, PositionalEmbedding):
         made = isinstance(pos, type) and issubclass(pos, PositionalEmbedding)
         what = f"the class {pos.__name__}: write {pos.__name__}()" if made else type(pos).__name__
@@ -157,12 +154,8 @@ def _offset(query_offset: int | None, queries: int, keys: int) -> int:
 
 def _rotated(call: Call) -> tuple[Tensor, Tensor]:
     """Return q and k, rotated by their positions if the embedding is rotary."""
-    pos, first, queries, keys = (
-        call.pos,
-        call.query_offset,
-        call.q_BHTE.shape[2],
-        call.k_BKSE.shape[2],
-    )
+    pos, first = call.pos, call.query_offset
+    queries, keys = call.q_BHTE.shape[2], call.k_BKSE.shape[2]
     if not pos.has("rotary"):
         return call.q_BHTE, call.k_BKSE
     key_positions = torch.arange(keys, device=call.q_BHTE.device)[None]

@@ -12,7 +12,7 @@ import inspect
 from pathlib import Path
 from typing import Any
 
-from megatron.embedding_aliases import POSITIONAL_ALIASES
+from megatron.embedding_names import NO_EMBEDDINGS, POSITIONAL_ALIASES
 from megatron.numerics import WIDE, Numerics
 from megatron.positional.base import PositionalEmbedding, PositionalError
 from megatron.positional.combination import Combination, PerLayer
@@ -33,8 +33,6 @@ __all__ = [
 ]
 
 
-OTHERS = {"base", "combination", "fixed_value", "hidden_layer", "theta_bounds", "theta_parameter"}
-"""The files of this package that define no embedding."""
 OPTIONS = {bool: "true or false", int: "a whole number", float: "a number"}
 """Types of options, and what to write for each."""
 
@@ -43,7 +41,7 @@ def names() -> tuple[str, ...]:
     """Return the sorted names of all positional embeddings."""
     stems = {path.stem for folder in __path__ for path in Path(folder).glob("[!_]*.py")}
     # An embedding has the name of the file that defines it.
-    return tuple(sorted(stems - OTHERS))
+    return tuple(sorted(stems - NO_EMBEDDINGS))
 
 
 def load(name: str, *, numerics: Numerics = WIDE, **options: Any) -> PositionalEmbedding:

@@ -192,7 +192,7 @@ def test_bounds_of_no_parameters():
         ("block_mask", "write window="),
         ("window_size", "write window=W - 1"),
         ("softmax_scale", "write scale="),
-        ("windows", "help(attend)"),
+        ("windows", "see help(attend)"),
     ],
 )
 def test_arguments_of_other_functions(name, hint):

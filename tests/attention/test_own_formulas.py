@@ -125,9 +125,7 @@ def test_a_formula_without_parameters_in_one_graph():
 
 def test_missing_and_undeclared_parameters():
     q, k, v = inputs()
-    with pytest.raises(
-        AttentionError, match=r"got \[4, 1\]; declare its columns: parameters = \(Th"
-    ):
+    with pytest.raises(AttentionError, match=r"got \[4, 1\]; declare parameters = \(Th"):
         attend(q, k, v, Undeclared(), torch.ones(4, 1))
     with pytest.raises(AttentionError, match=r"Raw needs theta \[4, 1\], got none$"):
         attend(q, k, v, Raw())

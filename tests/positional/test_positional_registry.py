@@ -11,7 +11,7 @@ import torch
 
 import megatron.positional as positional
 from megatron.config.choices import POSITIONAL_NAMES
-from megatron.embedding_aliases import POSITIONAL_ALIASES
+from megatron.embedding_names import POSITIONAL_ALIASES
 from megatron.positional import Combination, PositionalError, load, names
 
 

@@ -1,7 +1,11 @@
-"""Other names of positional embeddings, which configurations and `load` accept."""
+"""List the files of `positional/` that are no embeddings, and other names of embeddings."""
 
 from __future__ import annotations
 
+NO_EMBEDDINGS = frozenset(
+    "base combination fixed_value hidden_layer theta_bounds theta_parameter".split()
+)
+"""The files of `megatron/positional` that define no embedding."""
 PUBLISHED_POSITIONAL_NAMES = {
     "kerple_power_ap_": "kerple_power",
     "kerple_power__ap": "kerple_power_mul",
