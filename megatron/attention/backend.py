@@ -165,10 +165,12 @@ def check_terms(call: Call) -> None:
     if call.window is not None and not (whole and call.window >= 0):
         raise AttentionError(f"window must be a whole number, 0 or more, not {call.window}")
     if call.has_kernel or call.pos.parameters:
-        expected = (heads, len(call.pos.parameters))
-        if theta_HN is None or tuple(theta_HN.shape) != expected:
+        columns = call.pos.parameters
+        expected = (heads, len(columns))
+        if columns if theta_HN is None else tuple(theta_HN.shape) != expected:
             got = "none" if theta_HN is None else str(list(theta_HN.shape))
-            raise AttentionError(f"{call.pos.name} needs theta {list(expected)}, got {got}")
+            hint = "" if columns else "; declare parameters = (ThetaParameter('a', low=0.0), ...)"
+            raise AttentionError(f"{call.pos.name} needs theta {list(expected)}, got {got}{hint}")
 
 
 def check_qkv(q_BHTE: Tensor, k_BKSE: Tensor, v_BKSE: Tensor) -> None:

@@ -51,8 +51,9 @@ class Call:
 
     @property
     def theta(self) -> Tensor:
-        """The embedding's parameters [heads, parameters]. `self.theta_HN` must not be None."""
-        assert self.theta_HN is not None
+        """The embedding's parameters [heads, parameters], also if there are none."""
+        if self.theta_HN is None:
+            return self.q_BHTE.new_empty(self.q_BHTE.shape[1], 0)
         return self.theta_HN
 
     @property

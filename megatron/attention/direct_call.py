@@ -13,7 +13,7 @@ import os
 from dataclasses import replace
 from functools import partial
 from operator import index
-from typing import Any
+from typing import Any, Never
 
 import torch
 import torch.nn.functional as F
@@ -28,6 +28,16 @@ from megatron.positional import PositionalEmbedding
 
 DEBUG = "KERPLE_DEBUG"
 """The environment variable with which document starts are also checked on GPUs."""
+HERE = {
+    "attn_mask": "a bias is a formula of the distance (pos), see window and starts_BS",
+    "score_mod": "a bias is a formula of the distance, the fourth argument (pos)",
+    "block_mask": "write window=, or starts_BS= for documents",
+    "is_causal": "it is always causal, so leave this out",
+    "enable_gqa": "k and v may have fewer heads than q, so leave this out",
+    "window_size": "write window=W - 1 for a window of W tokens",
+    "softmax_scale": "write scale=",
+}
+"""What to write for arguments of SDPA, `flex_attention` and `flash_attn_func`."""
 # As `torch.compiler.disable`, which would import the compiler now. This does so when it is called.
 _outside_of_graphs = torch._disable_dynamo(computed)  # pyright: ignore[reportPrivateImportUsage]
 
@@ -48,6 +58,7 @@ def attend(
     decay_BHS: Tensor | None = None,
     backend: str = "auto",
     return_lse: bool = False,
+    **unknown: Never,
 ) -> Any:
     """Return causal attention [batch, heads, queries, head size of v] in q's dtype.
 
@@ -66,11 +77,17 @@ def attend(
 
     Raises:
         AttentionError: The inputs do not fit together, or the backend does not support them.
+        TypeError: There is no such argument. For those of similar functions, the error says what to
+            write instead.
     """
+    for name in unknown:
+        raise TypeError(f"attend has no argument {name}: {HERE.get(name, 'see help(attend)')}")
     if not isinstance(pos, PositionalEmbedding):
+        made = isinstance(pos, type) and issubclass(pos, PositionalEmbedding)
+        what = f"the class {pos.__name__}: write {pos.__name__}()" if made else type(pos).__name__
         raise AttentionError(
-            f"the fourth argument must be a positional embedding, such as load('kerple_log'), "
-            f"not {type(pos).__name__}: attend(q, k, v, pos, theta)"
+            "the fourth argument of attend(q, k, v, pos, theta) must be a positional embedding, "
+            f"such as load('kerple_log'), not {what}"
         )
     q_BHTE, k_BKSE, v_BKSE = _of_one_dtype(q_BHTE, k_BKSE, v_BKSE)
     size, value_size = q_BHTE.shape[-1], v_BKSE.shape[-1]
@@ -137,12 +154,8 @@ def _offset(query_offset: int | None, queries: int, keys: int) -> int:
 
 def _rotated(call: Call) -> tuple[Tensor, Tensor]:
     """Return q and k, rotated by their positions if the embedding is rotary."""
-    pos, first, queries, keys = (
-        call.pos,
-        call.query_offset,
-        call.q_BHTE.shape[2],
-        call.k_BKSE.shape[2],
-    )
+    pos, first = call.pos, call.query_offset
+    queries, keys = call.q_BHTE.shape[2], call.k_BKSE.shape[2]
     if not pos.has("rotary"):
         return call.q_BHTE, call.k_BKSE
     key_positions = torch.arange(keys, device=call.q_BHTE.device)[None]
@@ -182,8 +195,7 @@ def _check_values(call: Call) -> None:
     if call.starts_BS is not None and (call.q_BHTE.device.type == "cpu" or os.environ.get(DEBUG)):
         _check_starts(call.starts_BS)
     # Only at the first use of an embedding.
-    if call.theta_HN is not None:
-        check_embedding(call.pos, call.theta_HN)
+    check_embedding(call.pos, call.theta)
 
 
 def _check_starts(starts_BS: Tensor) -> None:

@@ -29,7 +29,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron.attention.backend import Backend, Request, weighted
+from megatron.attention.backend import AttentionError, Backend, Request, weighted
 from megatron.attention.call import Call
 from megatron.attention.formulas.trace import Formula, Unreadable, read, torch_function
 from megatron.positional import PositionalEmbedding
@@ -48,7 +48,8 @@ def flex(call: Call) -> Any:
     """
     from torch.nn.attention.flex_attention import AuxRequest
 
-    tensors = (call.q_BHTE, call.k_BKSE, call.v_BKSE, call.theta_HN, call.decay_BHS, call.sink_H)
+    theta_HN = call.theta if call.has_kernel else None
+    tensors = (call.q_BHTE, call.k_BKSE, call.v_BKSE, theta_HN, call.decay_BHS, call.sink_H)
     if not torch.is_grad_enabled():  # on a CPU torch refuses inputs that require a gradient
         tensors = (None if x is None else x.detach() for x in tensors)
     *inputs, theta_HN, decay_BHS, sink_H = tensors
@@ -99,9 +100,14 @@ def score_mod_of(
         offset: The position of the first query.
         positions_BT: The position of each query in its document [batch, queries]. Only some
             embeddings need it.
+
+    Raises:
+        AttentionError: The embedding changes the scores by distances, but there is no theta.
     """
-    if not pos.has("distance") or theta_HN is None:
+    if not pos.has("distance"):
         return None
+    if theta_HN is None:
+        raise AttentionError(f"{pos.name} needs theta [heads, {len(pos.parameters)}], got none")
     formula = formula_of(pos)
     if formula is None:
         return tabulated(pos, theta_HN, length, offset)

@@ -26,7 +26,7 @@ def check_embedding(pos: PositionalEmbedding, theta_HN: Tensor) -> None:
     Raises:
         AttentionError: A parameter is out of its bounds, or a formula is wrong for some distance.
     """
-    if pos.parameters and pos not in _CHECKED:
+    if (pos.parameters or pos.has("distance")) and pos not in _CHECKED:
         _check_apart(pos, theta_HN.detach().cpu())
         _CHECKED.add(pos)
 
@@ -34,7 +34,7 @@ def check_embedding(pos: PositionalEmbedding, theta_HN: Tensor) -> None:
 @constant
 def check_initial_formulas(pos: PositionalEmbedding, heads: int) -> None:
     """Check an embedding's formulas with initial values of its parameters."""
-    if pos.parameters and pos not in _CHECKED:
+    if (pos.parameters or pos.has("distance")) and pos not in _CHECKED:
         _check_apart(pos, pos.initial_theta(heads, torch.Generator().manual_seed(0)))
 
 
@@ -95,6 +95,14 @@ def _check_formulas(pos: PositionalEmbedding, theta_HN: Tensor) -> None:
             ) from error
         if value_HTS is not None:
             _check_formula(name, value_HTS, theta_HN, d_1TS, watch)
+            some_1TS = d_1TS[..., :2].flip(1, 2)  # without the largest distance
+            again_HTS = function(theta_HN, some_1TS, some_1TS + 3)
+            same = value_HTS[..., :2].flip(2, 3)
+            if again_HTS is None or not torch.allclose(again_HTS, same, 1e-5, 1e-6):
+                raise AttentionError(
+                    f"{name} has returned other values for the same distances in another order; it "
+                    "must treat each distance by itself (no cumsum, d.max() or random numbers)"
+                )
 
 
 def _check_formula(

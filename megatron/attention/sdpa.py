@@ -49,7 +49,7 @@ def sdpa(call: Call) -> Tensor:
     if call.has_kernel:
         bias_BHTS = call.bias(call.theta.to(dtype), distance_TS)
         assert bias_BHTS is not None  # `refusal` excludes distance kernels that have only a factor
-        mask_BHTS = bias_BHTS
+        mask_BHTS = bias_BHTS.to(dtype)  # torch misreads a mask in another dtype
     if (lost_BHTS := call.lost(dtype)) is not None:
         mask_BHTS = mask_BHTS - lost_BHTS
     mask_BHTS = call.with_null_key(torch.where(hidden_BHTS, -torch.inf, mask_BHTS))

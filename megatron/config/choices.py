@@ -14,6 +14,7 @@ from pydantic import BeforeValidator
 
 from megatron.config.fields import one_of, whole_number
 from megatron.config.per_layer import per_layer, values_of
+from megatron.embedding_names import NO_EMBEDDINGS, POSITIONAL_ALIASES
 
 
 def _choice(names: str, **others: Mapping[str, str]) -> BeforeValidator:
@@ -37,20 +38,10 @@ def _positional_names() -> list[str]:
     # Each embedding has the name of its file in `megatron/positional/`.
     folder = Path(__file__).resolve().parents[1] / "positional"
     names = {path.stem for path in folder.glob("[!_]*.py")}
-    # The same list as `positional.OTHERS`, which is not imported because that imports torch
-    return sorted(
-        names
-        - {"base", "combination", "fixed_value", "hidden_layer", "theta_bounds", "theta_parameter"}
-    )
+    return sorted(names - NO_EMBEDDINGS)
 
 
 POSITIONAL_NAMES = tuple(_positional_names())
-PUBLISHED_POSITIONAL_NAMES = {
-    "kerple_power_ap_": "kerple_power",
-    "kerple_power__ap": "kerple_power_mul",
-    "kerple_power_ap_ap": "kerple_power_add_mul",
-}
-"""Maps names of the published KERPLE code to the names of the same embeddings in this project."""
 _DAPE = "it mixes the scores of all heads in a network, so that no head can be computed alone"
 _DAPE_KERNELS = ("alibi", "fire", "kerple", "rope", "xl_bias")
 _DAPE_FORMS = ("c", "capev2", "dapev1", "dapev2")
@@ -68,11 +59,7 @@ _BY_CONTENT = {
     **dict.fromkeys((f"{kernel}_{c}" for kernel in _DAPE_KERNELS for c in _DAPE_FORMS), _DAPE),
 }
 """Maps each refused positional method to the reason why no attention backend computes it."""
-_positional_term = one_of(
-    POSITIONAL_NAMES,
-    aliases=PUBLISHED_POSITIONAL_NAMES | {"kerple": "kerple_log"},  # DAPE's name
-    refused=_BY_CONTENT,
-)
+_positional_term = one_of(POSITIONAL_NAMES, aliases=POSITIONAL_ALIASES, refused=_BY_CONTENT)
 
 
 def positional_name(value: Any) -> str:

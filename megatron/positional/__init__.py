@@ -12,6 +12,7 @@ import inspect
 from pathlib import Path
 from typing import Any
 
+from megatron.embedding_names import NO_EMBEDDINGS, POSITIONAL_ALIASES
 from megatron.numerics import WIDE, Numerics
 from megatron.positional.base import PositionalEmbedding, PositionalError
 from megatron.positional.combination import Combination, PerLayer
@@ -32,8 +33,6 @@ __all__ = [
 ]
 
 
-OTHERS = {"base", "combination", "fixed_value", "hidden_layer", "theta_bounds", "theta_parameter"}
-"""The files of this package that define no embedding."""
 OPTIONS = {bool: "true or false", int: "a whole number", float: "a number"}
 """Types of options, and what to write for each."""
 
@@ -42,7 +41,7 @@ def names() -> tuple[str, ...]:
     """Return the sorted names of all positional embeddings."""
     stems = {path.stem for folder in __path__ for path in Path(folder).glob("[!_]*.py")}
     # An embedding has the name of the file that defines it.
-    return tuple(sorted(stems - OTHERS))
+    return tuple(sorted(stems - NO_EMBEDDINGS))
 
 
 def load(name: str, *, numerics: Numerics = WIDE, **options: Any) -> PositionalEmbedding:
@@ -50,7 +49,7 @@ def load(name: str, *, numerics: Numerics = WIDE, **options: Any) -> PositionalE
 
     Args:
         name: The name of an embedding, or of several embeddings that act together, such as `rotary
-            + kerple_log`.
+            + kerple_log`. The released code's names also work, such as `kerple_power_ap_`.
         numerics: Where the embedding rounds numbers.
         options: The embedding's options. For several embeddings, the options by name, such as
             `rotary={"factor": 2.0}`.
@@ -62,6 +61,7 @@ def load(name: str, *, numerics: Numerics = WIDE, **options: Any) -> PositionalE
     """
     if "+" in name:
         return _combination([term.strip() for term in name.split("+")], numerics, options)
+    name = POSITIONAL_ALIASES.get(name, name)
     if name not in names():
         hint = did_you_mean(name, names())
         raise PositionalError(

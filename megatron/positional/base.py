@@ -23,13 +23,16 @@ If the temperature sets `tempers_bias`, it multiplies b, too. The bias is added 
 1/sqrt(head size) scaling, as in the released KERPLE code and checkpoints. (Eq. 1 of the paper,
 arXiv 2205.09921, adds the bias before the scaling.)
 
-Legend: H heads, N columns of theta, `d` a tensor of any shape that holds distances >= 0.
+Legend: H heads, N columns of theta, `d` a tensor of any shape that holds distances >= 0. A formula
+gets `d` in theta's dtype, at least in fp32.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import wraps
 from inspect import isfunction
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -51,6 +54,19 @@ KIND_OF: dict[str, Kind] = {
 
 class PositionalError(ValueError):
     """An embedding or an option is unknown or invalid. The error message lists the known ones."""
+
+
+def _in_floating_point(formula: Callable[..., Tensor | None]) -> Callable[..., Tensor | None]:
+    """Return a formula that gets distances and positions in theta's dtype, at least in fp32."""
+
+    # A formula that uses `d` itself, and not what `columns` returns, would else compute with whole
+    # numbers.
+    @wraps(formula)
+    def computed(self: Any, theta_HN: Tensor, *d_and_i: Tensor) -> Tensor | None:
+        dtype = torch.promote_types(theta_HN.dtype, torch.float32)
+        return formula(self, theta_HN, *(x.to(dtype) for x in d_and_i))
+
+    return computed
 
 
 class PositionalEmbedding(FixedValue):
@@ -80,6 +96,8 @@ class PositionalEmbedding(FixedValue):
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
+        for method in {"bias", "weight"} & vars(cls).keys():
+            setattr(cls, method, _in_floating_point(vars(cls)[method]))
         # A subclass that does not set `kind` gets the kind of the method that it overrides.
         if cls.kind != "none" or "kind" in vars(cls):
             return

@@ -24,12 +24,15 @@ class Combination(PositionalEmbedding):
         terms: The embeddings.
 
     Raises:
-        PositionalError: An embedding occurs twice, or two embeddings do not work together.
+        PositionalError: There is no embedding, an embedding occurs twice, or two embeddings do not
+            work together.
     """
 
     kind = "none"  # the terms have kinds
 
     def __init__(self, terms: Sequence[PositionalEmbedding]):
+        if not terms:
+            raise PositionalError("a combination needs at least one embedding")
         super().__init__(terms[0].numerics)
         names = [term.name for term in terms]
         for place, term in enumerate(terms):

@@ -34,4 +34,5 @@ def within_bounds(theta_HN: Tensor, parameters: Sequence[ThetaParameter]) -> Ten
         given = f"{type(theta_HN).__name__}, {type(parameters).__name__}"
         raise TypeError(f"write within_bounds(theta, pos.parameters), not within_bounds({given})")
     pairs = zip(theta_HN.unbind(1), parameters, strict=True)
-    return torch.stack([column.clamp(p.low, p.high) for column, p in pairs], dim=1)
+    columns = [column.clamp(p.low, p.high) for column, p in pairs]
+    return torch.stack(columns, dim=1) if columns else theta_HN.clone()

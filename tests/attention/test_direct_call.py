@@ -93,9 +93,11 @@ def test_arguments_in_another_order():
     q, k, v = inputs()
     for wrong in ("alibi", KERPLE.initial_theta(4), None, Root):
         with pytest.raises(
-            AttentionError, match=r"fourth argument .*: attend\(q, k, v, pos, theta"
+            AttentionError, match=r"fourth argument of attend\(q, k, v, pos, theta\) must be a pos"
         ):
             attend(q, k, v, wrong, KERPLE)
+    with pytest.raises(AttentionError, match=r"not the class Root: write Root\(\)"):
+        attend(q, k, v, Root, KERPLE)
     unused = attend(q, k, v, load("none"), KERPLE.initial_theta(4))
     torch.testing.assert_close(unused, attend(q, k, v, load("none")))
 
@@ -173,6 +175,29 @@ def test_arguments_of_another_kind():
     for given in ((theta, KERPLE), (KERPLE.parameters, theta), (KERPLE, theta)):
         with pytest.raises(TypeError, match=r"write within_bounds\(theta, pos.parameters\), not"):
             within_bounds(*given)
+
+
+def test_bounds_of_no_parameters():
+    theta = torch.empty(4, 0)
+    assert within_bounds(theta, load("none").parameters).shape == (4, 0)
+
+
+@pytest.mark.parametrize(
+    "name, hint",
+    [
+        ("attn_mask", "a bias is a formula of the distance (pos)"),
+        ("is_causal", "it is always causal"),
+        ("enable_gqa", "k and v may have fewer heads"),
+        ("score_mod", "a bias is a formula"),
+        ("block_mask", "write window="),
+        ("window_size", "write window=W - 1"),
+        ("softmax_scale", "write scale="),
+        ("windows", "see help(attend)"),
+    ],
+)
+def test_arguments_of_other_functions(name, hint):
+    with pytest.raises(TypeError, match=re.escape(f"attend has no argument {name}: {hint}")):
+        attend(*inputs(), KERPLE, KERPLE.initial_theta(4), **{name: None})
 
 
 def test_shapes_are_checked_once(monkeypatch):

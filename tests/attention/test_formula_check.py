@@ -68,6 +68,37 @@ class Table(Root):
         return theta_HN[:, :1, None] * torch.arange(64.0)[d.long()].to(theta_HN)
 
 
+class Sums(Root):
+    def bias(self, theta_HN, d):
+        d, a = self.columns(theta_HN, d)
+        return -a * torch.ones_like(d).cumsum(-1)
+
+
+class Largest(Root):
+    def bias(self, theta_HN, d):
+        d, a = self.columns(theta_HN, d)
+        return -a * d / d.max()
+
+
+class Rows(Root):
+    def bias(self, theta_HN, d):
+        d, a = self.columns(theta_HN, d)
+        return -a * d.cumsum(-2)
+
+
+class Random(Root):
+    def bias(self, theta_HN, d):
+        d, a = self.columns(theta_HN, d)
+        return -a * torch.rand_like(d)
+
+
+@pytest.mark.parametrize("pos", [Sums(), Largest(), Rows(), Random()])
+def test_a_formula_treats_each_distance_by_itself(pos):
+    q, k, v = inputs()
+    with pytest.raises(AttentionError, match="values for the same distances in another order"):
+        attend(q, k, v, pos, torch.ones(4, 1))
+
+
 @pytest.mark.parametrize(
     "pos, theta, message",
     [

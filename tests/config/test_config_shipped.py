@@ -8,13 +8,10 @@ import pytest
 
 from megatron import positional
 from megatron.config import load_config
-from megatron.config.choices import (
-    POSITIONAL_NAMES,
-    PUBLISHED_POSITIONAL_NAMES,
-    positional_name,
-)
+from megatron.config.choices import POSITIONAL_NAMES, positional_name
 from megatron.config.describe import describe
 from megatron.config.reader import read_file
+from megatron.embedding_names import PUBLISHED_POSITIONAL_NAMES
 from tests.helpers.paths import CONFIGS, FIXTURES, ROOT, SHIPPED
 
 CONFIG_FIXTURES = FIXTURES / "config"

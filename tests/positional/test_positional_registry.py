@@ -11,7 +11,8 @@ import torch
 
 import megatron.positional as positional
 from megatron.config.choices import POSITIONAL_NAMES
-from megatron.positional import PositionalError, load, names
+from megatron.embedding_names import POSITIONAL_ALIASES
+from megatron.positional import Combination, PositionalError, load, names
 
 
 def test_the_config_knows_the_same_names():
@@ -23,6 +24,17 @@ def test_unknown_name_names_the_nearest_and_all():
         load("kerpel_log")
     assert "'kerpel_log'" in str(caught.value) and "did you mean kerple_log?" in str(caught.value)
     assert all(name in str(caught.value) for name in names())
+
+
+@pytest.mark.parametrize("alias", POSITIONAL_ALIASES)
+def test_other_names_are_loaded(alias):
+    assert load(alias) == load(POSITIONAL_ALIASES[alias])
+    assert load(f"rotary + {alias}") == load(f"rotary + {POSITIONAL_ALIASES[alias]}")
+
+
+def test_a_combination_needs_a_term():
+    with pytest.raises(PositionalError, match="a combination needs at least one embedding"):
+        Combination([])
 
 
 @pytest.mark.parametrize("name", ["base", "__init__", "kerple_log.py", "../positional/alibi", ""])

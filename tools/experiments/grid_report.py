@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import pandas as pd
 
 from megatron import pictures
-from megatron.config.choices import PUBLISHED_POSITIONAL_NAMES
+from megatron.embedding_names import PUBLISHED_POSITIONAL_NAMES
 from megatron.files import parse_json, read_small, write_text
 from megatron.readable_numbers import decimals
 from megatron.shipped import ROOT

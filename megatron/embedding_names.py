@@ -1,0 +1,16 @@
+"""List the files of `positional/` that are no embeddings, and other names of embeddings."""
+
+from __future__ import annotations
+
+NO_EMBEDDINGS = frozenset(
+    "base combination fixed_value hidden_layer theta_bounds theta_parameter".split()
+)
+"""The files of `megatron/positional` that define no embedding."""
+PUBLISHED_POSITIONAL_NAMES = {
+    "kerple_power_ap_": "kerple_power",
+    "kerple_power__ap": "kerple_power_mul",
+    "kerple_power_ap_ap": "kerple_power_add_mul",
+}
+"""Maps names of the published KERPLE code to the names of the same embeddings in this project."""
+POSITIONAL_ALIASES = PUBLISHED_POSITIONAL_NAMES | {"kerple": "kerple_log"}  # DAPE's name
+"""Maps all accepted names that are not the names of files in `megatron/positional`."""
