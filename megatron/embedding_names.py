@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 NO_EMBEDDINGS = frozenset(
-    "base combination fixed_value hidden_layer theta_bounds theta_parameter".split()
+    ["base", "combination", "fixed_value", "hidden_layer", "theta_bounds", "theta_parameter"]
 )
 """The files of `megatron/positional` that define no embedding."""
 PUBLISHED_POSITIONAL_NAMES = {

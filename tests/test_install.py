@@ -182,6 +182,14 @@ def test_kerple_lists_its_commands(installed):
     assert "check-parity" not in listed
 
 
+def test_the_doctor_knows_the_versions_of_an_installation(installed):
+    command = [installed.folder / "venv" / "bin" / "kerple", "doctor", "--json"]
+    done = subprocess.run(command, cwd=installed.folder, capture_output=True, text=True)
+    found = [row["text"] for row in json.loads(done.stdout) if row["check"] == "packages"]
+    assert [text.split()[0] for text in found[:2]] == ["torch", "deepspeed"], done.stdout
+    assert not [text for text in found if "FileNotFoundError" in text]
+
+
 def test_shipped_configs_prepare_and_train_outside_the_checkout(installed):
     """A name, a whole path, a grid and a tokenizer's file mean shipped files."""
     folder = installed.folder

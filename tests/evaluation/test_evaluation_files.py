@@ -138,6 +138,11 @@ def drawn(tmp_path, monkeypatch):
     return draw
 
 
+def test_kernels_of_a_run_without_lengths_reach_to_its_training_length(drawn):
+    [axes] = drawn(load("alibi"), eval_lengths=[])["kernels.png"].axes
+    assert axes.lines[0].get_xdata().max() == 16
+
+
 def test_kernels_are_those_of_trained_theta(drawn):
     """kerple_log: b(d) = -p log(1 + a d), for p = 1, 2, 3, 4 and a = 0.5."""
     theta = torch.tensor([[p, 0.5] for p in (1.0, 2.0, 3.0, 4.0)])

@@ -47,9 +47,17 @@ def test_names_are_in_the_order_of_the_ends_and_do_not_overlap():
     assert places[0].x0 > axes.get_window_extent().x1 and figure.bbox.x1 > places[0].x1
 
 
-def test_ends_outside_of_the_plot_have_no_name():
-    assert names_of(figure_with([1.0, np.nan]).axes[0]) == ["curve 0"]
-    assert names_of(figure_with([np.nan]).axes[0]) == []
+def test_a_curve_without_an_end_is_named_at_its_last_number():
+    assert {*names_of(figure_with([1.0, np.nan]).axes[0])} == {"curve 0", "curve 1"}
+
+
+def test_an_end_outside_of_the_plot_has_no_name():
+    figure, [axes] = pictures.panels("t")
+    axes.plot([1, 2], [0.0, 1.0], label="inside")
+    axes.plot([1, 2], [0.0, 9.0], label="outside")
+    axes.set_ylim(0, 2)
+    pictures.label_lines([axes])
+    assert names_of(axes) == ["inside"]
 
 
 def test_a_users_own_settings_change_no_picture(tmp_path):

@@ -1,5 +1,7 @@
 """Test the small config of a rehearsal: it keeps the layout, and every ready file has one."""
 
+import json
+
 import pytest
 
 from megatron.config import load_config
@@ -70,3 +72,16 @@ def test_a_length_task_needs_no_text(tmp_path):
     assert small.data == large.data and small.model.seq_length == large.model.seq_length
     assert small.evaluation.eval_lengths == large.evaluation.eval_lengths[:1]
     assert not list(tmp_path.iterdir())
+
+
+def test_a_rehearsal_has_one_length(tmp_path):
+    schedule = {"difficulty": [64, 128], "max_step": [5]}
+    curriculum = {
+        "enabled": True, "curriculum_type": "seqlen", "min_difficulty": 64, "max_difficulty": 128,
+        "schedule_type": "fixed_discrete", "schedule_config": schedule,
+    }  # fmt: skip
+    changes = [f"curriculum_learning={json.dumps(curriculum)}", "seq_length=128"]
+    files = ["configs/model/small.yml", "configs/pos_emb/kerple_log.yml", "configs/paper/train.yml"]
+    changes += ["train_micro_batch_size_per_gpu=4"]
+    small, large = small_and_large(tmp_path, files, changes, 1)
+    assert large.training.curriculum == ((0, 64), (5, 128)) and not small.training.curriculum

@@ -20,3 +20,16 @@ def test_a_grid_of_too_many_cells_is_refused_at_once(tmp_path, capsys, monkeypat
     monkeypatch.setattr(grid, "MOST_CELLS", 120)
     path.write_text(yaml.safe_dump(content | {"axes": {"a": axes["axis0"], "b": ["1", "2"]}}))
     assert len(grid.read_grid(path).cells) == 120
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        ("data/B\u00fc_{s}", "data/B\u00fc_1"),
+        ("{s}", "1"),
+        ({"a": ["{s}", 'x "q" {s}', None]}, '{"a": [1, x "q" 1, null]}'),
+        ("B\u00fc", '"B\\u00fc"'),
+    ],
+)
+def test_names_in_overrides_are_replaced_by_their_values(value, text):
+    assert grid._yaml(value, {"s": "1"}) == text
