@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-NO_EMBEDDINGS = frozenset(
-    ["base", "combination", "fixed_value", "hidden_layer", "theta_bounds", "theta_parameter"]
-)
+OTHERS = set("base combination fixed_value hidden_layer theta_bounds theta_parameter".split())
 """The files of `megatron/positional` that define no embedding."""
 PUBLISHED_POSITIONAL_NAMES = {
     "kerple_power_ap_": "kerple_power",

@@ -7,7 +7,10 @@ to reproduce the results of that code.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import wraps
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -76,3 +79,16 @@ class PublishedNumerics(Numerics):
 
 
 WIDE = Numerics()
+
+
+def in_floating_point(formula: Callable[..., Tensor | None]) -> Callable[..., Tensor | None]:
+    """Return a formula that gets distances and positions in theta's dtype, at least in fp32."""
+
+    # A formula that uses `d` itself, and not what `columns` returns, would else compute with whole
+    # numbers.
+    @wraps(formula)
+    def computed(self: Any, theta_HN: Tensor, *d_and_i: Tensor) -> Tensor | None:
+        dtype = torch.promote_types(theta_HN.dtype, torch.float32)
+        return formula(self, theta_HN, *(x.to(dtype) for x in d_and_i))
+
+    return computed

@@ -10,6 +10,7 @@ Legend: see `choice`.
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable
 from dataclasses import replace
 from functools import partial
 from operator import index
@@ -80,15 +81,7 @@ def attend(
         TypeError: There is no such argument. For those of similar functions, the error says what to
             write instead.
     """
-    for name in unknown:
-        raise TypeError(f"attend has no argument {name}: {HERE.get(name, 'see help(attend)')}")
-    if not isinstance(pos, PositionalEmbedding):
-        made = isinstance(pos, type) and issubclass(pos, PositionalEmbedding)
-        what = f"the class {pos.__name__}: write {pos.__name__}()" if made else type(pos).__name__
-        raise AttentionError(
-            "the fourth argument of attend(q, k, v, pos, theta) must be a positional embedding, "
-            f"such as load('kerple_log'), not {what}"
-        )
+    _check_kinds(pos, unknown)
     q_BHTE, k_BKSE, v_BKSE = _of_one_dtype(q_BHTE, k_BKSE, v_BKSE)
     size, value_size = q_BHTE.shape[-1], v_BKSE.shape[-1]
     v_BKSE = _padded(v_BKSE, size)
@@ -108,6 +101,19 @@ def attend(
     if value_size >= size:
         return found
     return (found[0][..., :value_size], found[1]) if return_lse else found[..., :value_size]
+
+
+def _check_kinds(pos: Any, unknown: Iterable[str]) -> None:
+    """Check that `pos` is an embedding, and that there are no arguments with unknown names."""
+    for name in unknown:
+        raise TypeError(f"attend has no argument {name}: {HERE.get(name, 'see help(attend)')}")
+    if not isinstance(pos, PositionalEmbedding):
+        made = isinstance(pos, type) and issubclass(pos, PositionalEmbedding)
+        what = f"the class {pos.__name__}: write {pos.__name__}()" if made else type(pos).__name__
+        raise AttentionError(
+            "the fourth argument of attend(q, k, v, pos, theta) must be a positional embedding, "
+            f"such as load('kerple_log'), not {what}"
+        )
 
 
 def _padded(x: Tensor, size: int) -> Tensor:

@@ -14,7 +14,7 @@ from pydantic import BeforeValidator
 
 from megatron.config.fields import one_of, whole_number
 from megatron.config.per_layer import per_layer, values_of
-from megatron.embedding_names import NO_EMBEDDINGS, POSITIONAL_ALIASES
+from megatron.embedding_names import OTHERS, POSITIONAL_ALIASES
 
 
 def _choice(names: str, **others: Mapping[str, str]) -> BeforeValidator:
@@ -38,7 +38,7 @@ def _positional_names() -> list[str]:
     # Each embedding has the name of its file in `megatron/positional/`.
     folder = Path(__file__).resolve().parents[1] / "positional"
     names = {path.stem for path in folder.glob("[!_]*.py")}
-    return sorted(names - NO_EMBEDDINGS)
+    return sorted(names - OTHERS)
 
 
 POSITIONAL_NAMES = tuple(_positional_names())

@@ -12,7 +12,7 @@ import inspect
 from pathlib import Path
 from typing import Any
 
-from megatron.embedding_names import NO_EMBEDDINGS, POSITIONAL_ALIASES
+from megatron.embedding_names import OTHERS, POSITIONAL_ALIASES
 from megatron.numerics import WIDE, Numerics
 from megatron.positional.base import PositionalEmbedding, PositionalError
 from megatron.positional.combination import Combination, PerLayer
@@ -41,7 +41,7 @@ def names() -> tuple[str, ...]:
     """Return the sorted names of all positional embeddings."""
     stems = {path.stem for folder in __path__ for path in Path(folder).glob("[!_]*.py")}
     # An embedding has the name of the file that defines it.
-    return tuple(sorted(stems - NO_EMBEDDINGS))
+    return tuple(sorted(stems - OTHERS))
 
 
 def load(name: str, *, numerics: Numerics = WIDE, **options: Any) -> PositionalEmbedding:

@@ -29,15 +29,13 @@ gets `d` in theta's dtype, at least in fp32.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import wraps
 from inspect import isfunction
-from typing import Any, ClassVar, Literal
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
 
-from megatron.numerics import WIDE, Numerics
+from megatron.numerics import WIDE, Numerics, in_floating_point
 from megatron.positional.fixed_value import FixedValue
 from megatron.positional.theta_parameter import ThetaParameter
 from megatron.suggest import did_you_mean
@@ -54,19 +52,6 @@ KIND_OF: dict[str, Kind] = {
 
 class PositionalError(ValueError):
     """An embedding or an option is unknown or invalid. The error message lists the known ones."""
-
-
-def _in_floating_point(formula: Callable[..., Tensor | None]) -> Callable[..., Tensor | None]:
-    """Return a formula that gets distances and positions in theta's dtype, at least in fp32."""
-
-    # A formula that uses `d` itself, and not what `columns` returns, would else compute with whole
-    # numbers.
-    @wraps(formula)
-    def computed(self: Any, theta_HN: Tensor, *d_and_i: Tensor) -> Tensor | None:
-        dtype = torch.promote_types(theta_HN.dtype, torch.float32)
-        return formula(self, theta_HN, *(x.to(dtype) for x in d_and_i))
-
-    return computed
 
 
 class PositionalEmbedding(FixedValue):
@@ -97,7 +82,7 @@ class PositionalEmbedding(FixedValue):
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
         for method in {"bias", "weight"} & vars(cls).keys():
-            setattr(cls, method, _in_floating_point(vars(cls)[method]))
+            setattr(cls, method, in_floating_point(vars(cls)[method]))
         # A subclass that does not set `kind` gets the kind of the method that it overrides.
         if cls.kind != "none" or "kind" in vars(cls):
             return

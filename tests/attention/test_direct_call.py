@@ -177,25 +177,9 @@ def test_arguments_of_another_kind():
             within_bounds(*given)
 
 
-def test_bounds_of_no_parameters():
-    theta = torch.empty(4, 0)
-    assert within_bounds(theta, load("none").parameters).shape == (4, 0)
-
-
-@pytest.mark.parametrize(
-    "name, hint",
-    [
-        ("attn_mask", "a bias is a formula of the distance (pos)"),
-        ("is_causal", "it is always causal"),
-        ("enable_gqa", "k and v may have fewer heads"),
-        ("score_mod", "a bias is a formula"),
-        ("block_mask", "write window="),
-        ("window_size", "write window=W - 1"),
-        ("softmax_scale", "write scale="),
-        ("windows", "see help(attend)"),
-    ],
-)
-def test_arguments_of_other_functions(name, hint):
+@pytest.mark.parametrize("name", [*direct_call.HERE, "windows"])
+def test_arguments_of_other_functions(name):
+    hint = direct_call.HERE.get(name, "see help(attend)")
     with pytest.raises(TypeError, match=re.escape(f"attend has no argument {name}: {hint}")):
         attend(*inputs(), KERPLE, KERPLE.initial_theta(4), **{name: None})
 

@@ -12,7 +12,7 @@ import torch
 import megatron.positional as positional
 from megatron.config.choices import POSITIONAL_NAMES
 from megatron.embedding_names import POSITIONAL_ALIASES
-from megatron.positional import Combination, PositionalError, load, names
+from megatron.positional import Combination, PositionalError, load, names, within_bounds
 
 
 def test_the_config_knows_the_same_names():
@@ -30,6 +30,11 @@ def test_unknown_name_names_the_nearest_and_all():
 def test_other_names_are_loaded(alias):
     assert load(alias) == load(POSITIONAL_ALIASES[alias])
     assert load(f"rotary + {alias}") == load(f"rotary + {POSITIONAL_ALIASES[alias]}")
+
+
+def test_bounds_of_no_parameters():
+    theta = torch.empty(4, 0)
+    assert within_bounds(theta, load("none").parameters).shape == (4, 0)
 
 
 def test_a_combination_needs_a_term():
