@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-OTHERS = set("base combination fixed_value hidden_layer theta_bounds theta_parameter".split())
+OTHERS = {"base", "combination", "fixed_value", "hidden_layer", "theta_bounds", "theta_parameter"}
 """The files of `megatron/positional` that define no embedding."""
 PUBLISHED_POSITIONAL_NAMES = {
     "kerple_power_ap_": "kerple_power",
