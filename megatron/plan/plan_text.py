@@ -82,10 +82,7 @@ def plan_text(
     flop = flops_per_token(plan.shape, keys)
     lines += _time_lines(config, flop, peak, efficiency, time, price)
     lines += _crosses_machines(config, per_node)
-    if config.training.curriculum:
-        lines += ["a step's time is the mean over the lengths of the curriculum"]
-    if config.model.reset_attention_mask:
-        lines += ["each sequence counts as one document; shorter documents take less time"]
+    lines += _assumptions(config)
     if search:
         lines += ["the fastest layouts that fit, with the same train_batch_size"]
         lines += best_layouts(load, plan.shape, keys, cluster, usable, vocab_size)
@@ -99,6 +96,15 @@ def _vocabulary(config: Config) -> tuple[int, list[str]]:
     except TokenizerError as error:
         note = f"a vocabulary of {GPT2_VOCABULARY:,}, because the tokenizer is not here ({error})"
         return GPT2_VOCABULARY, [note]
+
+
+def _assumptions(config: Config) -> list[str]:
+    found = []
+    if config.training.curriculum:
+        found += ["a step's time is the mean over the lengths of the curriculum"]
+    if config.model.reset_attention_mask:
+        found += ["each sequence counts as one document; shorter documents take less time"]
+    return found
 
 
 def _crosses_machines(config: Config, per_node: int) -> list[str]:

@@ -147,19 +147,19 @@ def _cells(about: Description, runs: Path, variables: Mapping[str, str]) -> Iter
             known = {**variables, **chosen, "seed": str(seed)}
             parts = (path for each in (about, *values) for path in each.configs)
             configs = tuple(filled(part, known) for part in parts)
-            overrides = tuple(f"{key}={_yaml(value, known)}" for key, value in keys.items())
+            overrides = tuple(f"{key}={yaml_line(value, known)}" for key, value in keys.items())
             yield Cell(name, chosen, seed, configs, overrides, folder, about.processes)
 
 
-def _yaml(value: Any, names: Mapping[str, str]) -> str:
+def yaml_line(value: Any, names: Mapping[str, str]) -> str:
     """Return a value as one line of YAML. Each `{NAME}` is replaced by its value in `names`."""
     if isinstance(value, str) and re.search(_VARIABLE, value):
         return filled(value, names)  # without quotes: the value may be a number
     if isinstance(value, dict):
-        pairs = (f"{json.dumps(key)}: {_yaml(each, names)}" for key, each in value.items())
+        pairs = (f"{json.dumps(key)}: {yaml_line(each, names)}" for key, each in value.items())
         return "{" + ", ".join(pairs) + "}"
     if isinstance(value, list):
-        return "[" + ", ".join(_yaml(each, names) for each in value) + "]"
+        return "[" + ", ".join(yaml_line(each, names) for each in value) + "]"
     return json.dumps(value)
 
 

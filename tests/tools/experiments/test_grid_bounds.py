@@ -32,4 +32,4 @@ def test_a_grid_of_too_many_cells_is_refused_at_once(tmp_path, capsys, monkeypat
     ],
 )
 def test_names_in_overrides_are_replaced_by_their_values(value, text):
-    assert grid._yaml(value, {"s": "1"}) == text
+    assert grid.yaml_line(value, {"s": "1"}) == text
