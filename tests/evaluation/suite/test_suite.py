@@ -276,7 +276,7 @@ def test_the_command_measures_an_imported_checkpoint(tmp_path, monkeypatch, caps
     monkeypatch.setattr(sys, "argv", call)
     with pytest.raises(SystemExit, match="1"):
         command.main()
-    assert f"error: {run} has no config.yml" in capsys.readouterr().err
+    assert f"error: --judge {run}: {run} has no config.yml" in capsys.readouterr().err
     shutil.copy(released / "config.yml", run)
     assert command.main() == 0
     out, err = capsys.readouterr()
