@@ -57,7 +57,7 @@ def name(given: str) -> str:
 
 
 def taken(page: Page, given: str, path: Path, wait: float) -> list[str]:
-    """Take a screenshot of a page, and return what is wrong with the page."""
+    """Take a screenshot of a page, and return the faults of the page."""
     local = "://" in given
     asked: list[str] = []
 

@@ -80,7 +80,7 @@ def is_number(value: Any) -> bool:
 
 
 def wrong(expected: str, value: Any, write: str) -> ValueError:
-    """Return a ValueError whose text says what is wrong and what to write.
+    """Return a ValueError that names the fault and the remedy.
 
     Args:
         expected: A description of valid values.

@@ -30,6 +30,7 @@ from megatron.engine.training.deepspeed_engine import REDUCE_BUCKET_SIZE
 from megatron.engine.training.muon import CPU_DTYPE
 from megatron.plan.step import Step, measured_step
 
+GIB = 2**30
 DEFAULTS = {
     "reduce_bucket_size": REDUCE_BUCKET_SIZE,  # also what stage 0 copies at once
     "stage3_max_live_parameters": 1e9,  # so many gathered weights stay

@@ -15,11 +15,10 @@ from megatron.engine.errors import StartError
 from megatron.engine.gpus import gpu_named
 from megatron.engine.training.speed import flops_per_token, mean_keys
 from megatron.model import GPT
-from megatron.plan.memory import peak_of
+from megatron.plan.memory import GIB, peak_of
 from megatron.plan.search import NOTHING_FITS, best_layouts
 from megatron.plan.step_time import CALIBRATED, Cluster, StepTime, sent_per_step, step_time
 
-GIB = 2**30
 USABLE = 0.9
 """The part of a GPU's memory that tensors may fill. CUDA, NCCL, error correction and unused pieces
 between tensors take the rest."""

@@ -14,7 +14,7 @@ from megatron.config import Config, ConfigError
 from megatron.config.mlp_width import GATED
 from megatron.engine.model_shape import DTYPES
 from megatron.model.shape import GPTShape
-from megatron.plan.memory import moments, peak_of
+from megatron.plan.memory import GIB, moments, peak_of
 from megatron.plan.step import Step
 from megatron.plan.step_time import Cluster, StepTime, step_time
 
@@ -74,7 +74,7 @@ def best_layouts(
         recomputes = " and recomputes" * config.model.checkpoint_activations
         parts = (time.compute, time.bubble, time.exposed)
         computes, waits, sends = (f"{part / time.total:.0%}" for part in parts)
-        yield f"  {time.total:.3g} s, {needs / 2**30:.1f} GiB: -o {' -o '.join(overrides)}"
+        yield f"  {time.total:.3g} s, {needs / GIB:.1f} GiB: -o {' -o '.join(overrides)}"
         yield f"    computes{recomputes} {computes}, waits for stages {waits}, sends {sends}"
 
 
