@@ -11,8 +11,8 @@
 `load` names either a checkpoint or a run folder. In a run folder, the file `latest` names the
 checkpoint.
 
-If `finetune: true` is set and the folder `save` holds a checkpoint, the job ignores `load` and
-resumes from the checkpoint in `save`.
+If the folder `save` holds a checkpoint of a run that began from the same `load`, or any checkpoint
+and `finetune: true` is set, the job ignores `load` and resumes from the checkpoint in `save`.
 """
 
 from collections.abc import Callable
@@ -130,6 +130,9 @@ def _decide(
     saved = usable(save) if trains or continues else None
     if trains and saved and save and saved.path == save.resolve():
         raise CheckpointError(f"save: {save} is one checkpoint; name the folder that holds it")
+    if load and trains and saved and saved.kind is Kind.OURS:
+        # the same command again: the run in `save` began from this `load`
+        continues |= saved.record.config.get("load") == c.load
     if saved and c.finetune and trains:
         return Start(fresh, f"resuming the finetuning from {saved.path}", saved, resumes=True)
     loaded = saved if continues else usable(load)
