@@ -2,7 +2,7 @@
 
 | `load` names | the job starts with |
 |---|---|
-| nothing, or a folder without a checkpoint | step 0 and initial weights |
+| nothing, or the folder `save` while it holds no checkpoint | step 0 and initial weights |
 | a checkpoint of this code | its step, weights, optimizer, schedule and random streams |
 | a checkpoint of GPT-NeoX, or any import | its step and weights; zero optimizer moments |
 | any checkpoint, with `finetune: true` | step 0 and its weights |
@@ -148,6 +148,11 @@ def _decide(
             raise CheckpointError(
                 f"{load} holds no checkpoint (no file `latest`), and train_iters: 0 does nothing "
                 "but evaluate one; name the folder that holds `latest`"
+            )
+        if not continues:
+            raise CheckpointError(
+                f"load: {load} holds no checkpoint, and only the folder `save` may start empty; name "
+                "a run folder or its global_stepN, or leave `load` out to start from step 0"
             )
         return Start(fresh, f"starting fresh: {load} holds no checkpoint")
     if c.finetune:

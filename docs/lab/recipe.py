@@ -1,0 +1,127 @@
+"""Measure the runs of the study of recipes (plan_recipe.md), and write their table and picture.
+
+    python docs/lab/recipe.py configs/paper/recipe_screen.yml --out docs/results/recipe_screen
+    python docs/lab/recipe.py configs/paper/recipe_dose.yml --out docs/results/recipe_dose
+
+The suite is run on each finished cell of the grid, at 1 to 16 times the cell's training length. A
+cell that has a suite report already is not measured again, and a cell that is not finished is
+named. `recipes.csv` has a row for each cell: gain, headroom and share with their intervals, recall,
+and the change of perplexity with the length.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+
+from megatron import pictures
+from megatron.config import load_config
+from megatron.evaluation.suite.all_measures import run_suite
+from megatron.evaluation.suite.suite_report import DATA
+from megatron.run_folder import RunFolder
+from tools.experiments.grid import Cell, read_grid
+from tools.experiments.state import Record
+
+TIMES = (1, 2, 4, 8, 16)
+"""The lengths of the suite, as multiples of the training length W."""
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("grid", type=Path)
+    parser.add_argument("--out", type=Path, required=True, help="folder for the table and picture")
+    args = parser.parse_args()
+    found = []
+    for cell in read_grid(args.grid).cells:
+        record = Record.read(cell.folder)
+        if record is None or record.state != "finished":
+            print(f"{cell.name} is not finished", file=sys.stderr)
+            continue
+        measure(cell)
+        found.append(row(cell))
+    if not found:
+        return 1
+    args.out.mkdir(parents=True, exist_ok=True)
+    table = pd.DataFrame(found)
+    table.to_csv(args.out / "recipes.csv", index=False, float_format="%.6g")
+    pictures.save(drawn(table, args.grid.stem), args.out / "share.png")
+    print(table.to_string(index=False))
+    return 0
+
+
+def measured(cell: Cell) -> Path:
+    """Return the file that the suite writes last for a cell."""
+    return RunFolder(cell.folder).suite / DATA
+
+
+def measure(cell: Cell) -> None:
+    """Run the suite on a cell, unless it has a report."""
+    if measured(cell).exists():
+        return
+    length = cell.config().model.seq_length
+    lengths = f"eval_lengths={[times * length for times in TIMES]}"
+    run_suite(load_config(cell.configs, [*cell.overrides, lengths]), cell.folder)
+
+
+def row(cell: Cell) -> dict[str, Any]:
+    """Return the results of a cell as the plan defines them."""
+    found = json.loads(measured(cell).read_text())["measures"]
+    length = cell.config().model.seq_length
+    pointer = found["pointer"]["rows"][0]
+    by_length = {each["length"]: each["value"] for each in found["by_length"]["rows"]}
+    return {
+        **cell.axes,
+        "seed": cell.seed,
+        "W": length,
+        "perplexity_W": by_length[length],
+        "perplexity_16W": by_length[TIMES[-1] * length],
+        "change": by_length[TIMES[-1] * length] / by_length[length] - 1,
+        "documents": pointer["documents"],
+        "gain": pointer["taken"],
+        "gain_low": pointer["taken_low"],
+        "gain_high": pointer["taken_high"],
+        "headroom": pointer["value"],
+        "headroom_low": pointer["low"],
+        "headroom_high": pointer["high"],
+        "headroom_alone": pointer["alone"],
+        "share": pointer["taken"] / pointer["value"],
+        "share_low": pointer.get("share_low"),
+        "share_high": pointer.get("share_high"),
+        "copy": found["copy"]["answer"],
+        "induction": found["induction"]["answer"],
+        "verdict": found["windowed_twin"]["answer"],
+    }
+
+
+@pictures.in_style()
+def drawn(table: pd.DataFrame, title: str) -> Any:
+    """Draw the share of the headroom that each model takes, with its interval."""
+    figure, (axes,) = pictures.panels(f"Share of the pointer's gain that the model takes: {title}")
+    for place, (name, share, low, high) in enumerate(shares(table)):
+        axes.errorbar(share, place, xerr=[[share - low], [high - share]], marker="o", capsize=3)
+        axes.annotate(name, (high, place), xytext=(8, 0), textcoords="offset points", va="center")
+    axes.axvline(0, color="grey", lw=1)
+    axes.set(xlabel="share (95% interval over documents)", yticks=[])
+    axes.margins(x=0.3)
+    return figure
+
+
+def shares(table: pd.DataFrame) -> Iterator[tuple[str, float, float, float]]:
+    """Yield (name, share, low, high) of each cell; low and high are the share without interval."""
+    for each in table.to_dict("records"):
+        axes = [str(value) for value in list(each.values())[: list(each).index("W")]]
+        low, high = (
+            each["share"] if pd.isna(each[key]) else each[key]
+            for key in ("share_low", "share_high")
+        )
+        yield " ".join(axes), each["share"], low, high
+
+
+if __name__ == "__main__":
+    sys.exit(main())
