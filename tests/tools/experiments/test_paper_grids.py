@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 from pathlib import Path
 
 import pytest
@@ -27,7 +28,6 @@ COUNTS = {
 
 
 def cells(name: str, **given: str) -> list[Cell]:
-    given |= {"release": str(FIXTURES / "parity" / "models")} if name == "released.yml" else {}
     return list(read_grid(CONFIGS / "paper" / name, given).cells)
 
 
@@ -137,7 +137,10 @@ def test_a_release_gives_its_table(tmp_path, capsys, monkeypatch, start_forked):
     data = tmp_path / "data.yml"
     data.write_text(f"data_path: builtin:python-stdlib\ndata_dir: {tmp_path}\nsplit: 90,5,5\n")
     text = (CONFIGS / "paper" / "released.yml").read_text()
+    release, model = tmp_path / "unzipped", FIXTURES / "parity" / "models" / "kerple_log"
+    shutil.copytree(model / "checkpoint", release / "kerple_log_github_1235_checkpoints")
     for old, new in (
+        ("configs/model/small.yml", str(model / "config.yml")),
         ("configs/data/{corpus}.yml", str(data)),
         ("runs/paper", str(tmp_path)),
         ("[512, 1024, 2048, 4096, 8192, 16384]", "[128, 512]"),
@@ -147,15 +150,14 @@ def test_a_release_gives_its_table(tmp_path, capsys, monkeypatch, start_forked):
         text = text.replace(old, new)
     grid = tmp_path / "released.yml"
     grid.write_text(text)
-    given = ["--set", f"release={FIXTURES / 'parity' / 'models'}", "--set", "cluster=cpu"]
-    given += ["--set", "corpus=github"]
-    assert sweep.main([str(grid), *given, "--only", "kerple_log-*"]) == 0
-    assert "kerple_log-1235: finished" in capsys.readouterr().out
+    given = ["--set", f"release={release}", "--set", "cluster=cpu"]
+    assert sweep.main([str(grid), *given, "--only", "github-kerple_log-*"]) == 0
+    assert "github-kerple_log-1235: finished" in capsys.readouterr().out
     out = ["--against", "paper", "--out", str(tmp_path / "out")]
     assert table.main([str(grid), *given, *out]) == 0
     printed = capsys.readouterr().out
     assert re.search(r"\| kerple_log \| 1 \| [\d.,]+ \| [\d.,]+ \(3\.4 ± 0\.2\) \|", printed)
-    assert "- alibi-1235: new, not counted" in printed
+    assert "- openwebtext2-kerple_power_ap_-1235: new, not counted" in printed
 
 
 def test_a_tokenizer_is_trained(tmp_path, capsys):
