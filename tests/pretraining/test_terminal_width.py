@@ -19,8 +19,11 @@ COLUMNS = 100
 
 def shown(groups, config: Path) -> str:
     """Train on a pseudo-terminal, and return what it received."""
-    cpu_settings._chosen[:] = [cpu_settings.spin_count(999, 256)[1]]  # the longest usual reason
-    os.environ.update(OMP_WAIT_POLICY="PASSIVE", GOMP_SPINCOUNT="30000", COLUMNS=str(COLUMNS))
+    os.environ["COLUMNS"] = str(COLUMNS)
+    for name in cpu_settings.VARIABLES:
+        os.environ.pop(name, None)
+    cpu_settings.running_threads = lambda: 999
+    cpu_settings.choose_waiting()  # says why in the line `threads:`
     ours, theirs = os.openpty()
     fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 40, COLUMNS, 0, 0))
     received = bytearray()
