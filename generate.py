@@ -6,6 +6,7 @@ Example: `python generate.py --load runs/quickstart --prompt "import " --tempera
 import argparse
 import io
 import json
+import os
 import sys
 from contextlib import redirect_stdout
 from pathlib import Path
@@ -29,6 +30,8 @@ def main() -> int:
         fix.
     """
     args = parse_arguments()
+    if args.interactive:  # the other processes of a job wait for each prompt: a week, in minutes
+        os.environ.setdefault("DEEPSPEED_TIMEOUT", str(7 * 24 * 60))
     if not launcher.is_alone():
         import megatron.engine.job.failure  # noqa: F401  an error of one rank ends the job
     config = load_for_use_or_exit(args, args.load)

@@ -74,8 +74,8 @@ def spin_count(running: int | None, processors: int) -> tuple[int, str]:
     given = os.environ.get("OMP_NUM_THREADS", "")
     threads = int(given) if given.isdecimal() else len(os.sched_getaffinity(0))
     if is_limited(threads):
-        return SHORT_SPIN, f"this container may use fewer than {threads} processors"
-    load = f"{running} other threads ran at the start, on {processors} processors"
+        return SHORT_SPIN, f"fewer than {threads} processors are allowed"
+    load = f"{running} other threads ran, {processors} processors"
     return (LONG_SPIN if threads + running <= processors else SHORT_SPIN), load
 
 

@@ -14,7 +14,7 @@ from tests.helpers.paths import ROOT
 @pytest.mark.parametrize(
     ("threads", "running", "quota", "spin", "why"),
     [
-        ("2", 0, "max 100000", LONG_SPIN, "0 other threads ran at the start, on 2 processors"),
+        ("2", 0, "max 100000", LONG_SPIN, "0 other threads ran, 2 processors"),
         ("2", 1, "max 100000", SHORT_SPIN, "1 other threads"),
         ("1", 1, "max 100000", LONG_SPIN, "1 other threads"),
         ("2", 0, "200000 100000", LONG_SPIN, "0 other threads"),

@@ -170,7 +170,7 @@ def choose(backend: str, pos: PositionalEmbedding, **conditions: Any) -> Attenti
 
 def first_that_serves(request: Request) -> AttentionFn:
     """Return an attention function that uses the best backend for a request."""
-    reasons = [f"auto: for {request.pos.name} in {request.dtype} on {request.device_type}"]
+    reasons = [f"auto: {request.pos.name}, {request.dtype}, {request.device_type}"]
     for name in AUTO.get(request.device_type, AUTO["cpu"]):
         backend = named(name, request.pos)
         why = refusal(backend, request)

@@ -228,12 +228,18 @@ def draw_kernels(
     config: Config,
     run_dir: Path,
     step: int,
-) -> None:
+    *,
+    few: bool = False,
+) -> list[Path]:
     """Plot each head's bias and weight by query-key distance, as PNG files in `run_dir`.
 
     Args:
         trained_HN: The learned parameters [heads, parameters per head]; None if there are none.
         step: The optimizer steps that the model was trained for.
+        few: Whether to plot the first, the middle and the last kernel of more than three.
+
+    Returns:
+        The files.
     """
     # The file is `kernels.png`. If layers have different kernels, there is one file for each
     # kernel, such as `kernels_layer0.png`. The distances go up to the largest of `eval_lengths` and
@@ -248,11 +254,12 @@ def draw_kernels(
     kernels = {}
     for index in range(config.model.num_layers):
         layer_pos, columns = pos.of_layer(index)
-        kernels.setdefault((layer_pos, columns.start), (index, layer_pos, theta_HN[:, columns]))
-    for index, layer_pos, own_HN in kernels.values():
-        kernel, kernel_HN = layer_pos.kernel_part(own_HN)
-        if kernel_HN is None or not kernel.has("distance"):
-            continue
+        part = (index, *layer_pos.kernel_part(theta_HN[:, columns]))
+        kernels.setdefault((layer_pos, columns.start), part)
+    parts = [part for part in kernels.values() if part[2] is not None and part[1].has("distance")]
+    drawn = [parts[0], parts[len(parts) // 2], parts[-1]] if few and len(parts) > 3 else parts
+    files = []
+    for index, kernel, kernel_HN in drawn:
         found = {
             "bias b(d)": kernel.bias_at(kernel_HN, distances, position),
             "weight w(d)": kernel.weight(kernel_HN, distances),
@@ -260,7 +267,10 @@ def draw_kernels(
         values = {name: each.double().numpy() for name, each in found.items() if each is not None}
         one, what = len(kernels) == 1, "The kernel of each head"
         what += "" if one else f" in layer {index}"
+        what += "" if drawn is parts else f" (3 of {len(parts)} kernels)"
         title = length_report.picture_title(what, kernel.name, config, step)
         length = config.model.seq_length
         figure = length_report.kernels_figure(values, distances.numpy(), length, title)
-        pictures.save(figure, path if one else path.with_stem(f"{path.stem}_layer{index}"))
+        files.append(path if one else path.with_stem(f"{path.stem}_layer{index}"))
+        pictures.save(figure, files[-1])
+    return files

@@ -21,13 +21,13 @@ def first_lines(
     Args:
         step: The number of optimizer steps taken before this job.
     """
-    shared = f", {groups.context.size} share a sequence" if groups.context.size > 1 else ""
+    shared = f", context {groups.context.size}" if groups.context.size > 1 else ""
     choices = {"optimizer": optimizer_of(c)[1], "norm": apex_norm(model.shape.block)[1]}
     count = count_parameters(model, groups)
     lines = [
         f"{count:,} parameters, {model.pos.name}, {c.training.precision}, "
         f"ZeRO-{c.parallel.zero_stage}, {groups.pipe_size} x {groups.data_size} x "
-        f"{groups.model.size} {groups.device.type} (pipeline x data x tensor parallel){shared}",
+        f"{groups.model.size} {groups.device.type} (stages x data x tensor){shared}",
         *describe_attention(model.attends),
         *(f"{part}: {choice}" for part, choice in choices.items() if choice),
         *([f"threads: {described_waiting()}"] if groups.device.type == "cpu" else []),

@@ -266,8 +266,8 @@ class Job:
         if pos.has("distance") and (c.logging.tensorboard_dir or c.logging.use_wandb):
             theta_HN = self.theta.master_of_all_heads()
             if self.groups.is_main:
-                draw_kernels(pos, theta_HN, c, self.run_dir, step)
-                log.pictures(step, self.run_dir, "kernels*.png")
+                files = draw_kernels(pos, theta_HN, c, self.run_dir, step, few=True)
+                log.pictures(step, files)
         return found
 
     def _saver(self, log: RunLog) -> Saver | None:
@@ -295,4 +295,4 @@ class Job:
             self.data.tokenizer, self.theta.master_of_all_heads(), self.progress.step,
         )  # fmt: skip
         evaluate_lengths(model, self.data.text, self.run_dir, log.line)
-        log.pictures(self.progress.step, self.run_dir)
+        log.pictures(self.progress.step, self.run_dir.glob("*.png"))

@@ -35,11 +35,11 @@ def test_the_names_of_a_frozen_theta(tmp_path):
 def test_the_backends_of_unlike_layers_are_told_apart(tmp_path):
     layers = {"pos_emb": [[["kerple_log", "none", "kerple_log"], 1]], "num_layers": 3}
     first, second = describe_attention(plan(tmp_path, **layers).attends)
-    assert first.startswith("attention of layers 0, 2: blocked (auto: for kerple_log in ")
-    assert second.startswith("attention of layer 1: blocked (auto: for none in ")
+    assert first.startswith("attention of layers 0, 2: blocked (auto: kerple_log, ")
+    assert second.startswith("attention of layer 1: blocked (auto: none, ")
     layers["pos_emb"] = [[["kerple_log"], 3]]
     [alike] = describe_attention(plan(tmp_path, **layers).attends)
-    assert alike.startswith("attention: blocked (auto: for kerple_log in ")
+    assert alike.startswith("attention: blocked (auto: kerple_log, ")
 
 
 FIRE = {"pos_emb": "fire", "pos_emb_options": {"width": 5}}

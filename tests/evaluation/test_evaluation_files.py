@@ -20,6 +20,7 @@ from megatron.evaluation.accuracy import Accuracy, write_accuracy
 from megatron.evaluation.by_length import draw_kernels, evaluate_checkpoint, measurement_of
 from megatron.parallel.groups import build_groups
 from megatron.positional import load
+from megatron.positional.combination import PerLayer
 from tests.evaluation.figures import band_of, names_of
 from tests.helpers.jobs import write_config, write_shards
 
@@ -128,11 +129,12 @@ def test_a_split_that_is_too_short_is_an_error(tmp_path):
 def drawn(tmp_path, monkeypatch):
     """Return a function that calls `draw_kernels`, and returns the figure of each file's name."""
 
-    def draw(pos, theta=None, **keys):
+    def draw(pos, theta=None, *, few=False, **keys):
         figures = {}
         monkeypatch.setattr(pictures, "save", lambda figure, path: figures.update({path: figure}))
         config = load_config([write_config(tmp_path / "c.yml", "text", **KEYS | keys)])
-        draw_kernels(pos, theta, config, tmp_path, 70)
+        files = draw_kernels(pos, theta, config, tmp_path, 70, few=few)
+        assert files == [*figures]
         return {path.name: figure for path, figure in figures.items()}
 
     return draw
@@ -162,6 +164,17 @@ def test_kernels_are_those_of_trained_theta(drawn):
 def test_only_distances_have_pictures(drawn):
     assert drawn(load("sandwich+rotary")).keys() == {"kernels.png"}
     assert drawn(load("rotary")) == {}
+
+
+def test_validations_draw_three_kernels_of_many_layers(drawn):
+    pos = PerLayer([load("none"), *[load("kerple_log")] * 5], own_theta=True)
+    assert len(drawn(pos, num_layers=6)) == 5
+    found = drawn(pos, few=True, num_layers=6)
+    assert [*found] == [f"kernels_layer{n}.png" for n in (1, 3, 5)]
+    title = found["kernels_layer3.png"].get_suptitle()
+    assert title.startswith("The kernel of each head in layer 3 (3 of 5 kernels) of kerple_log, 6")
+    three = PerLayer([load("kerple_log")] * 3, own_theta=True)
+    assert len(drawn(three, few=True, num_layers=3)) == 3
 
 
 COPY = build_task("copy", {"max_length": 4})

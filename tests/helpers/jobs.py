@@ -103,7 +103,8 @@ def all_but_speed(run: Path) -> list[str]:
     """The rows of metrics.jsonl to the last digit, without the numbers that may differ."""
     lines = (run / "metrics.jsonl").read_text().splitlines()
     speed = (
-        r'"(train/(tokens_per_second|tflops_per_device|memory_gb)|time|elapsed_seconds)": [^,}]*'
+        r'"(train/((tokens|samples)_per_second|seconds_per_step|tflops_per_device|memory_gb)'
+        r'|time|elapsed_seconds)": [^,}]*'
     )
     return [re.sub(speed, "", line) for line in lines]
 

@@ -134,7 +134,7 @@ def test_a_healthy_machine_is_exit_code_0(monkeypatch, capsys):
     monkeypatch.setattr(doctor, "CHECKS", {"python": software.python, "choices": software.choices})
     assert doctor.main([str(QUICKSTART)]) == 0
     said = capsys.readouterr().out
-    for words in ("attention: blocked (auto: for kerple_log", "precision: fp32", "optimizer: muon"):
+    for words in ("attention: blocked (auto: kerple_log", "precision: fp32", "optimizer: muon"):
         assert words in said
     assert "0 problems, 0 warnings" in said
     assert "\x1b[32mok" in doctor.as_text([("python", next(software.python(None)))], True)

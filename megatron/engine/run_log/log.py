@@ -22,7 +22,7 @@ import shutil
 import stat
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 from typing import Any
@@ -172,9 +172,9 @@ class RunLog(AbstractContextManager):
         if texts:
             self.line(*texts)
 
-    def pictures(self, step: int, folder: Path, pattern: str = "*.png") -> None:
-        """Show the PNG files in `folder` in TensorBoard and wandb, as pictures of step `step`."""
-        for path in sorted(folder.glob(pattern)) if self._sinks else ():
+    def pictures(self, step: int, files: Iterable[Path]) -> None:
+        """Show PNG files in TensorBoard and wandb, as pictures of step `step`."""
+        for path in sorted(files) if self._sinks else ():
             self._send("picture", step, path)
 
     def _send(self, method: str, *arguments: Any) -> None:

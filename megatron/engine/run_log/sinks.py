@@ -35,10 +35,13 @@ ORDER = {
     "validation/loss": "1_loss/validation", "validation/": "2_validation/", "train/": "3_train/",
     "theta/": "4_theta/", "final/": "9_final/", "": "5_",
 }  # fmt: skip
-# The names that GPT-NeoX logs to wandb.
+# The names that GPT-NeoX logs to wandb (`megatron/logging.py` of its repository).
+FLOPS = "runtime/flops_per_sec_per_gpu"  # in FLOP/s, and in TFLOP/s in all other places
 NEOX = {
     "train/loss": "train/lm_loss", "validation/loss": "validation/lm_loss",
     "train/lr": "train/learning_rate", "validation/perplexity": "validation/lm_loss_ppl",
+    "train/samples_per_second": "runtime/samples_per_sec",
+    "train/seconds_per_step": "runtime/iteration_time", "train/tflops_per_device": FLOPS,
 }  # fmt: skip
 
 
@@ -167,6 +170,8 @@ class Wandb:
 
     def log(self, row: Row) -> None:
         found = dict(pair for name in row for pair in flat(NEOX.get(name, name), row[name]))
+        if FLOPS in found:
+            found[FLOPS] *= 1e12
         final = {name: found.pop(name) for name in [*found] if name.startswith("final/")}
         self._run.summary.update(final)
         if found.keys() > {"step"}:

@@ -108,6 +108,8 @@ class StepLog(Hook):
             "train/loss": loss,
             "train/lr": step.lr,
             "train/tokens_per_second": rate,
+            "train/samples_per_second": step.batch_size / seconds,
+            "train/seconds_per_step": seconds,
             **self.speed.metrics(rate, lengths, self.groups.device),
             **self._compilations.metrics(),
             "train/samples": step.consumed_samples,

@@ -275,7 +275,7 @@ def test_pictures_go_to_wandb_under_their_step(tmp_path, monkeypatch):
     monkeypatch.setattr("wandb.init", lambda **_: run)
     Image.new("RGB", (4, 2)).save(tmp_path / "kernels.png")
     with RunLog(tmp_path / "run", LoggingConfig(use_wandb=True), is_main=True) as log:
-        log.pictures(5, tmp_path)
+        log.pictures(5, tmp_path.glob("*.png"))
     [row] = logged
     assert row["step"] == 5 and row["pictures/kernels"].image.size == (4, 2)
 

@@ -31,7 +31,7 @@ def test_it_shows_each_number_and_picture(tmp_path, capsys):
     with log_at(tmp_path, config={"hidden_size": 64}, card="a model\na text") as log:
         log.metrics(10, {"train/loss": torch.tensor(1.5), "theta/bias_p": [0.5, math.inf]})
         Image.new("RGB", (4, 2), "red").save(tmp_path / "kernels.png")
-        log.pictures(10, tmp_path)
+        log.pictures(10, tmp_path.glob("*.png"))
         shown = scalars(tmp_path / "board/run")  # before the log is closed
     assert shown == {
         "1_loss/train": {10: [1.5]},
@@ -101,11 +101,17 @@ def test_wandb_has_the_names_of_neox_and_final_results_in_the_summary(tmp_path, 
     with RunLog(None, LoggingConfig(use_wandb=True), is_main=True, card="in words") as log:
         log.metrics(1, {"train/loss": 2.0, "train/lr": 0.1, "train/grad_norm": 3.0})
         log.metrics(2, {"validation/loss": 1.0, "validation/perplexity": 2.7})
+        speed = {"samples_per_second": 8.0, "seconds_per_step": 0.5, "tflops_per_device": 1.5}
+        log.metrics(3, {f"train/{name}": value for name, value in speed.items()})
         log.metrics(2, {"final/test_loss": 1.5})
     assert logged == [
         {"step": 1, "train/lm_loss": 2.0, "train/learning_rate": 0.1, "train/grad_norm": 3.0},
         {"step": 2, "validation/lm_loss": 1.0, "validation/lm_loss_ppl": 2.7},
-    ]
+        {
+            "step": 3, "runtime/samples_per_sec": 8.0, "runtime/iteration_time": 0.5,
+            "runtime/flops_per_sec_per_gpu": 1.5e12,
+        },
+    ]  # fmt: skip
     assert run.summary == {"final/test_loss": 1.5} and calls[0]["notes"] == "in words"
 
 

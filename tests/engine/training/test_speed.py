@@ -136,6 +136,7 @@ def test_skipped_steps_count_in_the_speed(config, monkeypatch, tmp_path):
     rate = 8 * 16 / 2
     flop = 6 * (2 * 12 * 32**2 + 264 * 32) + 12 * 2 * 32 * 16
     assert logged["train/tokens_per_second"] == rate
+    assert (logged["train/samples_per_second"], logged["train/seconds_per_step"]) == (4, 2)
     assert logged["train/tflops_per_device"] == pytest.approx(rate * flop / 1e12)
     assert logged["train/mfu"] == pytest.approx(rate * flop / 1e12 / 0.001)
     assert "| 64 tokens/s | ETA 0:00:20" in logged["text"]  # ten steps are left
