@@ -158,9 +158,10 @@ def check_terms(call: Call) -> None:
                 f"{x.device}"
             )
     if call.pos.has("gate") and call.decay_BHS is None:
-        raise AttentionError(f"{call.pos.name} needs decay_BHS, which its layer computes")
-    if call.starts_BS is not None and call.starts_BS.dtype not in (torch.int32, torch.int64):
-        raise AttentionError(f"starts_BS must be int32 or int64, not {call.starts_BS.dtype}")
+        raise AttentionError(f"{call.pos.name} needs decay_BHS: write decay_BHS=pos.decay(gate)")
+    for name, x in (("starts_BS", call.starts_BS), ("positions_BT", call.positions_BT)):
+        if x is not None and x.dtype not in (torch.int32, torch.int64):
+            raise AttentionError(f"{name} must be int32 or int64, not {x.dtype}")
     whole = isinstance(call.window, int) and not isinstance(call.window, bool)
     if call.window is not None and not (whole and call.window >= 0):
         raise AttentionError(f"window must be a whole number, 0 or more, not {call.window}")

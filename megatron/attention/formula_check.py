@@ -88,11 +88,14 @@ def _check_formulas(pos: PositionalEmbedding, theta_HN: Tensor) -> None:
         try:
             with _Watch() as watch:
                 value_HTS = function(theta_HN, d_1TS, d_1TS + 3)
-        except IndexError as error:
-            raise AttentionError(
-                f"{name}: {error}; it must have a value at each distance up to {PROBES[-1]:g}, so "
-                "clamp d to the last entry of a table"
-            ) from error
+        except (IndexError, RuntimeError) as error:
+            hint = (
+                f"it must have a value at each distance up to {PROBES[-1]:g}, so clamp d to the "
+                "last entry of a table"
+                if isinstance(error, IndexError)
+                else "self.columns(theta_HN, d) gives d and columns that fit together"
+            )
+            raise AttentionError(f"{name}: {error}; {hint}") from error
         if value_HTS is not None:
             _check_formula(name, value_HTS, theta_HN, d_1TS, watch)
             some_1TS = d_1TS[..., :2].flip(1, 2)  # without the largest distance

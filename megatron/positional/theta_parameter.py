@@ -21,6 +21,9 @@ class ThetaParameter:
         shared: Whether all heads have the same value.
         gentle: A start value that changes a trained model little, if the parameter is added to it.
             None means the initial value of a new model.
+
+    Raises:
+        ValueError: `low` is greater than `high`.
     """
 
     name: str
@@ -31,6 +34,11 @@ class ThetaParameter:
     shared: bool = False
     # It has a gradient from the first step on.
     gentle: float | None = None
+
+    def __post_init__(self) -> None:
+        if not self.low <= self.high:
+            given = f"low={self.low:g}, high={self.high:g}"
+            raise ValueError(f"{self.name}: low must not be greater than high: {given}")
 
 
 def factor(name: str, gentle: float | None = None) -> ThetaParameter:

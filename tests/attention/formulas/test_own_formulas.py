@@ -9,6 +9,7 @@ from megatron.attention import AttentionError, attend, score_mod_of
 from megatron.positional import (
     Combination,
     PositionalEmbedding,
+    PositionalError,
     ThetaParameter,
     load,
 )
@@ -121,6 +122,41 @@ def test_a_formula_without_parameters_in_one_graph():
     pos = Combination([load("rotary"), Fixed()])
     compiled = torch.compile(lambda q: attend(q, k, v, pos), backend="eager", fullgraph=True)
     torch.testing.assert_close(compiled(q), attend(q, k, v, pos))
+
+
+class Whole(Raw):
+    def bias(self, theta_HN, d):
+        return -theta_HN[:, 0] * d
+
+
+def test_theta_without_columns_is_explained():
+    with pytest.raises(AttentionError, match=r"Whole.bias: .* self.columns\(theta_HN, d\) gives d"):
+        attend(*inputs(), Whole(), torch.ones(4, 1))
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        ThetaParameter("a"),  # the comma of a tuple is missing
+        ("a", "b"),
+        (ThetaParameter("a"), ThetaParameter("b"), ThetaParameter("a")),
+    ],
+)
+def test_parameters_without_names_of_their_own(given):
+    with pytest.raises(
+        PositionalError, match=r"Wrong: write parameters = \(ThetaPara.* name of its"
+    ):
+        type("Wrong", (Raw,), {"parameters": given})
+
+
+def test_bounds_in_another_order():
+    with pytest.raises(ValueError, match="^a: low must not be greater than high: low=2, high=1$"):
+        ThetaParameter("a", low=2.0, high=1.0)
+    with pytest.raises(ValueError, match="low=nan"):
+        ThetaParameter("a", low=float("nan"))
+    fixed = ThetaParameter("a", low=2.0, high=2.0)
+    made = type("Constant", (Raw,), {"parameters": [fixed]})()
+    assert made.initial_theta(3).tolist() == [[2.0]] * 3
 
 
 def test_missing_and_undeclared_parameters():
