@@ -65,57 +65,15 @@ class AttentionFn:
         """The name of the backend, as in the config key `attention_backend`."""
         return self.backend.name
 
-    def __call__(
-        self,
-        q_BHTE: Tensor,
-        k_BKSE: Tensor,
-        v_BKSE: Tensor,
-        pos: PositionalEmbedding,
-        theta_HN: Tensor | None = None,
-        *,
-        scale: float,
-        dropout_p: float = 0.0,
-        query_offset: int = 0,
-        decay_BHS: Tensor | None = None,
-        starts_BS: Tensor | None = None,
-        window: int | None = None,
-        positions_BT: Tensor | None = None,
-    ) -> Tensor:
+    def __call__(self, call: Call) -> Tensor:
         """Return the attention output in q's dtype and shape [batch, heads, queries, head size].
 
         The output is differentiable in q, k, v, theta and the decay. Computations are in fp32 (fp64
-        for fp64 inputs), also under autocast. Rotary embeddings must be applied before this call.
-
-        Args:
-            q_BHTE: The queries [batch, heads, queries, head size].
-            k_BKSE, v_BKSE: The keys and values [batch, key heads, keys, head size]. The number of
-                key heads must divide the number of heads.
-            pos: The positional embedding.
-            theta_HN: The parameters of the positional embedding, one row for each head of q. Needed
-                only if `pos` has parameters.
-            scale: The number that multiplies the query-key products, usually 1/sqrt(head size).
-            dropout_p: The probability of dropping a softmax weight. Random numbers are drawn from
-                the default generator of q's device.
-            query_offset: The position of the first query. The first key has the position 0. Keys
-                after the last query are ignored.
-            decay_BHS: The sum c of all log-decays up to each position [batch, heads, keys], as of a
-                forget gate. c_i - c_j is added to the logit of query i and key j. Long sequences
-                need fp64.
-            starts_BS: The position of the first token of each token's document [batch, keys]. A
-                query sees only keys of its own document.
-            window: The largest distance at which a query sees a key.
-            positions_BT: The position of each query [batch, queries]. None means that biases use
-                the position in the document, and temperatures the position in the sequence.
+        for fp64 inputs), also under autocast.
 
         Raises:
             AttentionError: The inputs do not fit together, or the backend does not support them.
         """
-        call = Call(
-            q_BHTE, k_BKSE, v_BKSE, pos, theta_HN, scale=scale, dropout_p=dropout_p,
-            query_offset=query_offset, decay_BHS=decay_BHS, starts_BS=starts_BS, window=window,
-            positions_BT=positions_BT,
-        )  # fmt: skip
-        # Unused entries of a cache of keys may contain anything.
         self._check_layout(call)
         return computed(self.backend, call)
 
@@ -138,7 +96,7 @@ class AttentionFn:
             conditions[name] = conditions[name] or getattr(self.request, name)
         request = replace(self.request, **conditions)
         if request != self.request and (why := refusal(self.backend, request)):
-            raise refused(self.name, why, request)
+            raise refused(f"{self.name} {why}", request)
 
 
 def choose(backend: str, pos: PositionalEmbedding, **conditions: Any) -> AttentionFn:
@@ -152,34 +110,26 @@ def choose(backend: str, pos: PositionalEmbedding, **conditions: Any) -> Attenti
     Raises:
         AttentionError: The backend is unknown, or does not support these conditions.
     """
-    request = Request(pos, **conditions)
+    request, tried = Request(pos, **conditions), (backend,)
+    reasons = ["as configured"]
     if backend == "auto":
-        return first_that_serves(request)
-    if backend not in BACKENDS:
+        tried = AUTO.get(request.device_type, AUTO["cpu"])
+        reasons = [f"auto: for {pos.name} in {request.dtype} on {request.device_type}"]
+    elif backend not in BACKENDS:
         offered = ["auto", *BACKENDS]
         hint = did_you_mean(backend, offered)
         raise AttentionError(
             f"no attention_backend {backend!r}; {hint}There are: {', '.join(offered)}"
         )
-    chosen = named(backend, pos)
-    if why := refusal(chosen, request):
-        raise refused(backend, why, request)
-    remark = chosen.remark(request)
-    return AttentionFn(chosen, ", ".join(filter(None, ("as configured", remark))), request)
-
-
-def first_that_serves(request: Request) -> AttentionFn:
-    """Return an attention function that uses the best backend for a request."""
-    reasons = [f"auto: for {request.pos.name} in {request.dtype} on {request.device_type}"]
-    for name in AUTO.get(request.device_type, AUTO["cpu"]):
-        backend = named(name, request.pos)
-        why = refusal(backend, request)
+    for name in tried:
+        chosen = named(name, pos)
+        why = refusal(chosen, request)
         if why is None:
-            remark = backend.remark(request)
+            remark = chosen.remark(request)
             reason = "; ".join(reasons) + (f": {remark}" if remark else "")
-            return AttentionFn(backend, reason, request)
+            return AttentionFn(chosen, reason, request)
         reasons.append(f"{name} {why}")
-    raise AssertionError("eager, the last of each list, serves every request")
+    raise refused(reasons[-1], request)
 
 
 def named(name: str, pos: PositionalEmbedding) -> Backend:
@@ -199,11 +149,11 @@ def refusal(backend: Backend, request: Request) -> str | None:
     return backend.refusal(request)
 
 
-def refused(backend: str, why: str, request: Request) -> AttentionError:
+def refused(why: str, request: Request) -> AttentionError:
     others = [name for name in BACKENDS if refusal(named(name, request.pos), request) is None]
     serve = ", ".join(["auto", *others])
     return AttentionError(
-        f"attention_backend {backend} {why}. For pos_emb {request.pos.name} in {request.dtype} on "
+        f"attention_backend {why}. For pos_emb {request.pos.name} in {request.dtype} on "
         f"{request.device_type} use {serve}"
     )
 

@@ -64,7 +64,7 @@ def attend(
 ) -> Any:
     """Return causal attention [batch, heads, queries, head size of v] in q's dtype.
 
-    `AttentionFn.__call__` describes the arguments that are not listed here. Rotary embeddings
+    `Call` describes the arguments that are not listed here. Rotary embeddings
     rotate all dimensions of q and k here, with the base 10000. Under autocast, q, k and v may have
     different dtypes.
 

@@ -11,6 +11,7 @@ from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 from megatron.attention import (
     AttentionError,
+    Call,
     attend,
     choose,
     direct_call,
@@ -121,7 +122,7 @@ def test_a_rotary_term_rotates(name):
     theta = pos.initial_theta(4).double() if pos.parameters else None
     rotated = pos.rotate(q, k)
     expected = choose("eager", pos, device_type="cpu", dtype=q.dtype)(
-        *rotated, v, pos, theta, scale=8**-0.5
+        Call(*rotated, v, pos, theta, scale=8**-0.5)
     )
     got = attend(q, k, v, pos, theta)
     torch.testing.assert_close(got, expected)
