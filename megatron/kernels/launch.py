@@ -12,6 +12,7 @@ from functools import lru_cache
 
 import torch
 from torch import Tensor
+from triton import cdiv
 
 from megatron.kernels.compiled_variants import order, variant_of
 from megatron.kernels.decode import CHUNK
@@ -112,21 +113,16 @@ def launch(
     if q.is_meta:  # there are no values
         return
     names, strided, _ = order(which)
-    pointers = [tensors.get(name) for name in names]
+    present = tuple(name for name in names if name in tensors)
     strides = [step for name in strided for step in tensors[name].stride()[:3]]
     numbers = setting.numbers(q, tensors["k"], tensors["theta"])
     dropout = setting.dropout_p > 0.0
     variant = variant_of(
-        which, setting.functions, tile, q.shape[-1], pointers, dropout=dropout, theta=need_theta
+        which, setting.functions, tile, q.shape[-1], present, dropout=dropout, theta=need_theta
     )
     here = not q.is_cuda or q.get_device() == torch.cuda.current_device()
     with contextlib.nullcontext() if here else torch.cuda.device(q.device):
-        variant.start((programs, parts), pointers, strides, numbers)
-
-
-def cdiv(count: int, size: int) -> int:
-    """Return the number of tiles of `size` elements that cover `count` elements."""
-    return -(-count // size)
+        variant.start((programs, parts), [*map(tensors.get, names)], strides, numbers)
 
 
 def forward(
