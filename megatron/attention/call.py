@@ -221,7 +221,9 @@ def document_starts(ended_BS: Tensor) -> Tensor:
     Args:
         ended_BS: True at the last token of each document, bool [batch, tokens].
     """
-    return _starts(ended_BS[:, :-1])
+    is_first_BS = F.pad(ended_BS[:, :-1], (1, 0))
+    position_S = torch.arange(is_first_BS.shape[1], device=is_first_BS.device)
+    return torch.where(is_first_BS, position_S, 0).cummax(1).values
 
 
 def starts_from_ids(ids_BS: Tensor) -> Tensor:
@@ -235,12 +237,4 @@ def starts_from_ids(ids_BS: Tensor) -> Tensor:
     """
     if ids_BS.dim() != 2:
         raise ValueError(f"ids must be [batch, tokens], not {list(ids_BS.shape)}: write ids[None]")
-    return _starts(ids_BS[:, 1:] != ids_BS[:, :-1])
-
-
-def _starts(changes_BR: Tensor) -> Tensor:
-    """Return the position of the first token of each token's document, int64 [batch, tokens]."""
-    # `changes_BR` is true at index i if token i + 1 is the first token of a document.
-    is_first_BS = F.pad(changes_BR, (1, 0))
-    position_S = torch.arange(is_first_BS.shape[1], device=is_first_BS.device)
-    return torch.where(is_first_BS, position_S, 0).cummax(1).values
+    return document_starts(F.pad(ids_BS[:, 1:] != ids_BS[:, :-1], (0, 1)))

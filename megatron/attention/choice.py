@@ -30,7 +30,8 @@ from megatron.attention.backend import (
     AttentionError,
     Backend,
     Request,
-    check,
+    check_qkv,
+    check_terms,
     constant,
     wants_gradients,
 )
@@ -51,6 +52,7 @@ class AttentionFn:
 
     Attributes:
         backend: The chosen backend.
+        name: The name of the backend, as in the config key `attention_backend`.
         reason: Why the backend was chosen, for the log.
         request: The requirements for which the backend was chosen. A call may differ from them if
             the backend supports it.
@@ -58,12 +60,8 @@ class AttentionFn:
 
     def __init__(self, backend: Backend, reason: str, request: Request):
         self.backend, self.reason, self.request = backend, reason, request
+        self.name = backend.name
         self._checked_layout: tuple | None = None
-
-    @property
-    def name(self) -> str:
-        """The name of the backend, as in the config key `attention_backend`."""
-        return self.backend.name
 
     def __call__(self, call: Call) -> Tensor:
         """Return the attention output in q's dtype and shape [batch, heads, queries, head size].
@@ -74,20 +72,17 @@ class AttentionFn:
         Raises:
             AttentionError: The inputs do not fit together, or the backend does not support them.
         """
-        self._check_layout(call)
-        return computed(self.backend, call)
-
-    def _check_layout(self, call: Call) -> None:
-        """Check an attention call, unless the previous call had the same shapes and dtypes."""
         # All layers of a training step have the same layout, so only their first call is checked.
         if torch.compiler.is_compiling():  # runs once per layout; the graph contains no check
             self._check(call)
         elif (layout := _layout(call)) != self._checked_layout:
             self._check(call)
             self._checked_layout = layout
+        return computed(self.backend, call)
 
     def _check(self, call: Call) -> None:
-        check(call)
+        check_qkv(call.q_BHTE, call.k_BKSE, call.v_BKSE)
+        check_terms(call)
         self._check_request(**conditions(call))
 
     @constant
@@ -160,11 +155,9 @@ def refused(why: str, request: Request) -> AttentionError:
 
 def _layout(call: Call) -> tuple:
     """Return the shapes, dtypes and other properties of a call that a check depends on."""
-    tensors = (call.q_BHTE, call.k_BKSE, call.v_BKSE, call.theta_HN)
-    tensors += (call.decay_BHS, call.starts_BS, call.positions_BT)
-    shapes = (None if x is None else (x.shape, x.dtype, x.device) for x in tensors)
-    numbers = (call.scale, call.dropout_p, call.query_offset, call.window)
-    return *shapes, *numbers, call.pos, wants_gradients(call)
+    inputs = vars(call).values()
+    shapes = ((x.shape, x.dtype, x.device) if isinstance(x, Tensor) else x for x in inputs)
+    return *shapes, wants_gradients(call)
 
 
 def conditions(call: Call) -> dict[str, Any]:

@@ -107,9 +107,8 @@ def attend(
 def _check_kinds(pos: Any, unknown: Iterable[str]) -> None:
     """Check that `pos` is an embedding, and that there are no arguments with unknown names."""
     for name in unknown:
-        near = did_you_mean(name, attend.__kwdefaults__ or ())
-        what = HERE.get(name) or f"{near}see help(attend)"
-        raise TypeError(f"attend has no argument {name}: {what}")
+        near = did_you_mean(name, attend.__kwdefaults__ or ()) + "see help(attend)"
+        raise TypeError(f"attend has no argument {name}: {HERE.get(name, near)}")
     if not isinstance(pos, PositionalEmbedding):
         made = isinstance(pos, type) and issubclass(pos, PositionalEmbedding)
         what = f"the class {pos.__name__}: write {pos.__name__}()" if made else type(pos).__name__

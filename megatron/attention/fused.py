@@ -74,10 +74,7 @@ def functions_of(pos: PositionalEmbedding) -> tuple[DeviceFunctions, str]:
         formula = read(pos)
         bounds = [(column.low, column.high) for column in pos.parameters]
         for rewrite in (sympy.sympify, sympy.factor):
-            functions = codegen.device_functions(
-                pos.name, formula.bias, formula.weight, formula.distance, formula.theta,
-                formula.position, bounds, rewrite,
-            )  # fmt: skip
+            functions = codegen.device_functions(pos.name, formula, bounds, rewrite)
             if confirms_code(pos, functions):
                 return functions, "evaluated in registers"
         reason = "the generated code is not exact enough for some theta or distance"

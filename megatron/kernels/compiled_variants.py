@@ -20,7 +20,6 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
 
-from torch import Tensor
 from triton.compiler import CompiledKernel
 
 from megatron.kernels.backward import key_pass, query_pass
@@ -71,7 +70,7 @@ class Variant:
     compiled: dict[tuple, Any] = field(default_factory=dict)
 
     def start(
-        self, programs: tuple[int, int], pointers: Sequence[Tensor | None], strides: Sequence[int],
+        self, programs: tuple[int, int], pointers: Sequence[Any], strides: Sequence[int],
         numbers: Sequence[Any],
     ) -> None:  # fmt: skip
         """Start the Triton kernel on the current device and stream.
@@ -87,7 +86,10 @@ class Variant:
         if not SWITCHES["cached"]:
             self.function[programs](*arguments, **self.options)
             return
-        key = self.key(pointers, strides, numbers)
+        tensors = [None if x is None else (x.dtype, x.data_ptr() % 16) for x in pointers]
+        # A number that is not exact matters only by whether it fits into 32 bits.
+        values = [x if exact else x >> 31 for x, exact in zip(numbers, self.exact, strict=True)]
+        key = (pointers[0].get_device(), *tensors, *strides, *values)
         compiled = self.compiled.get(key)
         if compiled is not None and not self.function.pre_run_hooks:
             compiled[*programs, 1](*arguments)
@@ -97,13 +99,6 @@ class Variant:
             if len(self.compiled) >= LARGEST:
                 self.compiled.clear()
             self.compiled[key] = compiled
-
-    def key(self, pointers: Sequence[Any], strides: Sequence[int], numbers: Sequence[Any]) -> tuple:
-        """Return a key for the cache of compiled kernels."""
-        tensors = [None if x is None else (x.dtype, x.data_ptr() % 16) for x in pointers]
-        # A number that is not exact matters only by whether it fits into 32 bits.
-        values = [x if exact else x >> 31 for x, exact in zip(numbers, self.exact, strict=True)]
-        return pointers[0].get_device(), *tensors, *strides, *values
 
 
 @lru_cache(maxsize=LARGEST)

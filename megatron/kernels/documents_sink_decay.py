@@ -189,9 +189,8 @@ class Terms:
             # row is hidden, the number of queries.
             found["end"] = torch.searchsorted(self.first_BT, key, right=True, out_int32=True)
         if self.decay_BHS is not None:
-            shape, device = self.decay_BHS.shape, self.decay_BHS.device
             # `key_pass` writes the gradient of the decay into it.
-            found["ddecay"] = torch.empty(shape, dtype=torch.float32, device=device)
+            found["ddecay"] = self.decay_BHS.new_empty(self.decay_BHS.shape, dtype=torch.float32)
         return found
 
     def gradients(

@@ -85,9 +85,15 @@ SHARED_MEMORY = {80: 166_912, 86: 101_376, 90: 232_448, 100: 232_448}
 SMALL = Tile(16, 16, 4, 1)
 """The tile for Triton's interpreter. It is small, so that small test inputs have many tiles."""
 
+FP32 = {  # fp32 matrix products do not run on tensor cores, and their operands are in registers
+    (4, 64, False): sizes((64, 32, 8, 2), (32, 32, 8, 2), (16, 32, 4, 1), (32, 32, 8, 1)),
+    (4, 128, False): sizes((32, 32, 8, 1), (16, 32, 8, 1), (16, 16, 8, 1), (16, 16, 4, 1)),
+    (4, 256, False): sizes((16, 32, 8, 1), (16, 32, 8, 1), (16, 16, 8, 1), (16, 16, 4, 1)),
+}
 # GPU family: {(bytes of an element, largest padded head size P, heavy (see `Needs`)): tile sizes}
 TABLE: dict[int, dict[tuple[int, int, bool], TileSizes]] = {
     90: {
+        **FP32,
         (2, 64, False): sizes((64, 64, 4, 3), (64, 32, 4, 3), (64, 64, 4, 3), (64, 64, 8, 2)),
         (2, 64, True): sizes((128, 64, 8, 3), (128, 32, 8, 3), (64, 128, 8, 3), (64, 64, 8, 2)),
         (2, 128, False): sizes((128, 128, 8, 2), (128, 32, 8, 2), (32, 128, 8, 2), (64, 64, 8, 2)),
@@ -95,27 +101,17 @@ TABLE: dict[int, dict[tuple[int, int, bool], TileSizes]] = {
         (2, 256, False): sizes((128, 32, 8, 2), (32, 32, 8, 1), (32, 32, 8, 1), (16, 16, 4, 1)),
     },
     80: {
+        **FP32,
         (2, 64, False): sizes((128, 64, 8, 3), (128, 32, 8, 2), (32, 128, 8, 2), (64, 64, 8, 2)),
         (2, 64, True): sizes((128, 64, 8, 3), (128, 32, 8, 2), (32, 128, 8, 1), (32, 32, 4, 2)),
         (2, 128, False): sizes((128, 32, 8, 2), (128, 16, 8, 2), (64, 64, 8, 2), (32, 32, 4, 1)),
         (2, 128, True): sizes((128, 32, 8, 2), (128, 16, 8, 2), (32, 64, 8, 2), (32, 32, 4, 1)),
         (2, 256, False): sizes((64, 32, 8, 1), (32, 32, 8, 1), (32, 32, 8, 1), (16, 16, 4, 1)),
     },
-    86: {},
 }
-FP32 = {  # fp32 matrix products do not run on tensor cores, and their operands are in registers
-    (4, 64, False): sizes((64, 32, 8, 2), (32, 32, 8, 2), (16, 32, 4, 1), (32, 32, 8, 1)),
-    (4, 128, False): sizes((32, 32, 8, 1), (16, 32, 8, 1), (16, 16, 8, 1), (16, 16, 4, 1)),
-    (4, 256, False): sizes((16, 32, 8, 1), (16, 32, 8, 1), (16, 16, 8, 1), (16, 16, 4, 1)),
-}
-for _family in TABLE.values():
-    _family |= FP32
-TABLE[86] |= {
-    (2, 64, False): TABLE[80][2, 64, False],
-    (2, 64, True): TABLE[80][2, 64, True],
+TABLE[86] = TABLE[80] | {
     (2, 128, False): sizes((64, 32, 4, 2), (128, 16, 8, 2), (16, 128, 8, 1), (32, 32, 4, 1)),
     (2, 128, True): sizes((64, 32, 4, 2), (128, 16, 8, 2), (32, 64, 8, 2), (32, 32, 4, 1)),
-    (2, 256, False): sizes((64, 32, 8, 1), (32, 32, 8, 1), (32, 32, 8, 1), (16, 16, 4, 1)),
 }
 TABLE[100] = TABLE[90] | {  # without spills there
     (2, 64, False): sizes((64, 64, 4, 3), (64, 32, 4, 3), (32, 128, 8, 3), (64, 64, 8, 2)),
