@@ -29,7 +29,6 @@ gets `d` in theta's dtype, at least in fp32.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from inspect import isfunction
 from typing import ClassVar, Literal
 
@@ -38,7 +37,7 @@ from torch import Tensor
 
 from megatron.numerics import WIDE, Numerics, in_floating_point
 from megatron.positional.fixed_value import FixedValue
-from megatron.positional.theta_parameter import ThetaParameter
+from megatron.positional.theta_parameter import ThetaParameter, check_parameters
 from megatron.suggest import did_you_mean
 
 Kind = Literal["distance", "temperature", "gate", "sink", "rotary", "input", "none"]
@@ -82,13 +81,7 @@ class PositionalEmbedding(FixedValue):
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
-        given = cls.parameters
-        listed = isinstance(given, Sequence) and all(isinstance(p, ThetaParameter) for p in given)
-        if not listed or len({p.name for p in given}) < len(given):
-            raise PositionalError(
-                f"{cls.__name__}: write parameters = (ThetaParameter('a', low=0.0), ...), each "
-                f"with a name of its own, not {given!r}"
-            )
+        check_parameters(cls.__name__, cls.parameters)
         for method in {"bias", "weight"} & vars(cls).keys():
             setattr(cls, method, in_floating_point(vars(cls)[method]))
         # A subclass that does not set `kind` gets the kind of the method that it overrides.

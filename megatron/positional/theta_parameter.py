@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -49,3 +51,17 @@ def factor(name: str, gentle: float | None = None) -> ThetaParameter:
 def power(name: str, gentle: float | None = None) -> ThetaParameter:
     """Return the description of an exponent in [0.01, 2], drawn from 2 U(0, 1) at the start."""
     return ThetaParameter(name, low=0.01, high=2.0, scale=2.0, gentle=gentle)
+
+
+def check_parameters(owner: str, given: Any) -> None:
+    """Check the parameters of the embedding class `owner`.
+
+    Raises:
+        ValueError: They are not a tuple of `ThetaParameter` with different names.
+    """
+    listed = isinstance(given, Sequence) and all(isinstance(p, ThetaParameter) for p in given)
+    if not listed or len({p.name for p in given}) < len(given):
+        raise ValueError(
+            f"{owner}: write parameters = (ThetaParameter('a', low=0.0), ...), each with a name of "
+            f"its own, not {given!r}"
+        )

@@ -134,40 +134,6 @@ def test_a_rotary_term_rotates(name):
         attend(q[:, :, 5:], k, v, pos, theta, query_offset=5, positions_BT=shifted[:, 5:])
 
 
-def test_positions_that_nothing_reads():
-    q, k, v = inputs()
-    positions = 300 * torch.arange(7).expand(2, -1)
-    for name in ("kerple_log", "none", "sink + alibi", "sinusoidal"):
-        pos = load(name)
-        theta = pos.initial_theta(4)
-        with pytest.raises(
-            AttentionError, match=r"does not read positions_BT.* leave positions_BT"
-        ):
-            attend(q, k, v, pos, theta, positions_BT=positions)
-    for name in ("rotary + kerple_log", "log_n", "fire"):
-        pos = load(name)
-        theta = pos.initial_theta(4).double()
-        moved = attend(q, k, v, pos, theta, positions_BT=positions)
-        assert not torch.allclose(moved, attend(q, k, v, pos, theta)), name
-        with pytest.raises(
-            AttentionError, match="positions_BT must be int32 or int64, not torch.f"
-        ):
-            attend(q, k, v, pos, theta, positions_BT=positions.double())
-
-
-def test_a_decay_works_with_every_embedding():
-    q, k, v = inputs()
-    theta, gate = KERPLE.initial_theta(4).double(), torch.randn(2, 4, 7, dtype=torch.float64)
-    with pytest.raises(AttentionError, match=r"needs decay_BHS: write decay_BHS=pos.decay\(gate\)"):
-        attend(q, k, v, load("kerple_log + forget_gate"), theta)
-    decay = load("forget_gate").decay(gate)
-    p, a = theta.T[:, :, None, None]
-    bias = -p * torch.log1p(a * distances()) + decay[..., None] - decay[:, :, None]
-    expected = written_out(q, k, v, bias, 8**-0.5)
-    for pos in (KERPLE, load("kerple_log + forget_gate")):
-        torch.testing.assert_close(attend(q, k, v, pos, theta, decay_BHS=decay), expected)
-
-
 def test_ids_of_documents_are_not_starts(monkeypatch):
     q, k, v = inputs(batch=1)
     theta = KERPLE.initial_theta(4).double()

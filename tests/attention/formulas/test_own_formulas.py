@@ -9,7 +9,6 @@ from megatron.attention import AttentionError, attend, score_mod_of
 from megatron.positional import (
     Combination,
     PositionalEmbedding,
-    PositionalError,
     ThetaParameter,
     load,
 )
@@ -122,6 +121,43 @@ def test_a_formula_without_parameters_in_one_graph():
     pos = Combination([load("rotary"), Fixed()])
     compiled = torch.compile(lambda q: attend(q, k, v, pos), backend="eager", fullgraph=True)
     torch.testing.assert_close(compiled(q), attend(q, k, v, pos))
+
+
+def test_positions_that_nothing_reads():
+    q, k, v = inputs()
+    positions = 300 * torch.arange(16).expand(2, -1)
+    for name in ("kerple_log", "none", "sink + alibi", "sinusoidal"):
+        pos = load(name)
+        theta = pos.initial_theta(4)
+        with pytest.raises(
+            AttentionError, match=r"does not read positions_BT.* leave positions_BT"
+        ):
+            attend(q, k, v, pos, theta, positions_BT=positions)
+    for name in ("rotary + kerple_log", "log_n", "fire"):
+        pos = load(name)
+        theta = pos.initial_theta(4).double()
+        moved = attend(q, k, v, pos, theta, positions_BT=positions)
+        assert not torch.allclose(moved, attend(q, k, v, pos, theta)), name
+        with pytest.raises(
+            AttentionError, match="positions_BT must be int32 or int64, not torch.f"
+        ):
+            attend(q, k, v, pos, theta, positions_BT=positions.double())
+
+
+def test_a_decay_works_with_every_embedding():
+    q, k, v = inputs()
+    theta, gate = (
+        load("kerple_log").initial_theta(4).double(),
+        torch.randn(2, 4, 16, dtype=torch.float64),
+    )
+    with pytest.raises(AttentionError, match=r"needs decay_BHS: write decay_BHS=pos.decay\(gate\)"):
+        attend(q, k, v, load("kerple_log + forget_gate"), theta)
+    decay = load("forget_gate").decay(gate)
+    p, a = theta.T[:, :, None, None]
+    bias = -p * torch.log1p(a * distances()) + decay[..., None] - decay[:, :, None]
+    expected = written_out(q, k, v, bias)
+    for pos in (load("kerple_log"), load("kerple_log + forget_gate")):
+        torch.testing.assert_close(attend(q, k, v, pos, theta, decay_BHS=decay), expected)
 
 
 class Whole(Raw):
