@@ -92,9 +92,7 @@ def _check_formulas(pos: PositionalEmbedding, theta_HN: Tensor) -> None:
         except (IndexError, RuntimeError) as error:
             hint = "self.columns(theta_HN, d) gives d and columns that fit together"
             if isinstance(error, IndexError):
-                hint = (
-                    f"write values for distances up to {PROBES[-1]:g}, or clamp d to the last one"
-                )
+                hint = f"write values for distances up to {PROBES[-1]:g}, or clamp d to the last"
             raise AttentionError(f"{name}: {error}; {hint}") from error
         if value_HTS is not None:
             _check_formula(name, value_HTS, theta_HN, d_1TS, watch)

@@ -179,9 +179,7 @@ def test_theta_without_columns_is_explained():
     ],
 )
 def test_parameters_without_names_of_their_own(given):
-    with pytest.raises(
-        PositionalError, match=r"Wrong: write parameters = \(ThetaPara.* name of its"
-    ):
+    with pytest.raises(ValueError, match=r"Wrong: write parameters = \(ThetaPara.* name of its"):
         type("Wrong", (Raw,), {"parameters": given})
 
 
