@@ -12,7 +12,6 @@ from functools import lru_cache
 
 import torch
 from torch import Tensor
-from triton import cdiv
 
 from megatron.kernels.compiled_variants import order, variant_of
 from megatron.kernels.decode import CHUNK
@@ -121,6 +120,11 @@ def launch(
     here = not q.is_cuda or q.get_device() == torch.cuda.current_device()
     with contextlib.nullcontext() if here else torch.cuda.device(q.device):
         variant.start((programs, parts), [*map(tensors.get, names)], strides, numbers)
+
+
+def cdiv(count: int, size: int) -> int:
+    """Return the number of tiles of `size` elements that cover `count` elements."""
+    return -(-count // size)
 
 
 def forward(
