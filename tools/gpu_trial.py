@@ -5,8 +5,8 @@
     python tools/gpu_trial.py --rehearse --minutes 9 --out runs/rehearsal    # without a GPU
 
 The parts are: 1 correctness of 20 variants of attention, 2 times of attention at four lengths,
-3 the training step, 4 launches, 5 tile sizes. The tool needs torch 2.11 and triton 3.6 or newer,
-and no other package of this project.
+3 the training step, 4 launches and decoding, 5 tile sizes. The tool needs torch 2.11 and triton 3.6
+or newer, and no other package of this project.
 
 The results are gpu_trial.json and gpu_trial.md (the table of goals) in the folder `--out`. They are
 written after each measurement. What has a result from the same GPU and versions is not measured

@@ -35,7 +35,7 @@ from triton.compiler import CompiledKernel
 
 from benchmarks.attention_gpu import DTYPES
 from benchmarks.report import bars, facts, write
-from megatron.attention import AttentionFn, cache_launches, fused
+from megatron.attention import AttentionFn, Call, cache_launches, fused
 from megatron.attention.backend import Request
 from megatron.kernels import launch
 from megatron.positional import load
@@ -105,7 +105,7 @@ def calls_of(args: argparse.Namespace) -> dict[tuple[str, str], Callable[[], obj
         return launch.backward(grad, q, k, v, *forward(), rows, None, setting, True)
 
     def attention() -> Tensor:
-        return attend(*leaves[:3], pos, leaves[3], scale=scale)
+        return attend(Call(*leaves[:3], pos, leaves[3], scale=scale))
 
     def step() -> object:
         return torch.autograd.grad(attention(), leaves, grad)

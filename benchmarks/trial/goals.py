@@ -101,6 +101,7 @@ KINDS = {
     "attention": attention,
     "step": step,
     "launches": launches,
+    "decoding": lambda name, x: [(f"{name}, us", "<= 20", f"{x['us']:.1f}", x["us"] <= 20)],
     "tile": tile,
 }
 """Maps the beginning of a measurement's name to the function that writes its rows."""

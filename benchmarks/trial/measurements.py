@@ -18,6 +18,7 @@ from collections.abc import Callable
 from dataclasses import astuple
 from functools import partial
 from pathlib import Path
+from statistics import median
 
 import torch
 import triton
@@ -102,7 +103,7 @@ class Trial:
                 for length in GOALS
             },
             {f"step, {a} / {b}": partial(self.step, a, b) for a, b, _ in STEP_GOALS["cuda"]},
-            {"launches": self.launches},
+            {"launches": self.launches, "decoding, 16384 keys": self.decoding},
             tiles,
         ]
 
@@ -171,6 +172,15 @@ class Trial:
         self._run("benchmarks/host/launch_time.py", *sizes, out=out)
         with out.with_suffix(".csv").open(newline="") as file:
             return {"rows": list(csv.DictReader(file))}
+
+    def decoding(self) -> dict:
+        """Return the time of one query in 32 heads, which share 8 key heads of size 128."""
+        heads, keys, size = (4, 1100, 16) if self.rehearsal else (32, 16_384, 128)
+        case = Case(["kerple_log"], 1, heads, 1, keys - 1, size=size, group=4)
+        inputs = [x.detach().to(self.device, self.dtype) for x in case.inputs]
+        call = partial(case.out, "fused", inputs)
+        repeats = range(1 if self.rehearsal else 9)
+        return {"us": 1e3 * median(self.clock.device_ms(call, 1.0) for _ in repeats)}
 
     def tile(self, size: int, kernel: str, which: str) -> dict:
         """Return the best tile of a pass, and its share of the time with the committed tile."""

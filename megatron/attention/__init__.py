@@ -7,7 +7,7 @@ have the same signature. `eager` is the specification, and every other backend i
 calls of the fused backend shorter for the host.
 """
 
-from megatron.attention.call import starts_from_ids
+from megatron.attention.call import Call, starts_from_ids
 from megatron.attention.choice import AttentionError, AttentionFn, choose
 from megatron.attention.direct_call import attend
 from megatron.attention.flex import score_mod_of
@@ -16,6 +16,7 @@ from megatron.attention.fused import cache_launches
 __all__ = [
     "AttentionError",
     "AttentionFn",
+    "Call",
     "attend",
     "cache_launches",
     "choose",

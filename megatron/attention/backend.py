@@ -85,9 +85,8 @@ def wants_gradients(call: Call) -> bool:
 
 def weighted(pos: PositionalEmbedding) -> bool:
     """Return whether the embedding multiplies the query-key products by some function."""
-    if not pos.has("distance"):
-        return False
-    return pos.weight(torch.ones(1, len(pos.parameters)), torch.arange(2)) is not None
+    one_HN = torch.ones(1, len(pos.parameters))
+    return pos.has("distance") and pos.weight(one_HN, torch.arange(2)) is not None
 
 
 def constant(function: F) -> F:
@@ -111,28 +110,18 @@ def constant(function: F) -> F:
     return cast(F, result)
 
 
-def check(call: Call) -> None:
-    """Check the inputs of an attention call.
+def check_terms(call: Call) -> None:
+    """Check the inputs of an attention call other than the shapes and dtypes of q, k and v.
 
     Raises:
         AttentionError: Shapes, dtypes or devices do not fit together, or a number is out of range.
     """
-    check_qkv(call.q_BHTE, call.k_BKSE, call.v_BKSE)
-    check_terms(call)
-
-
-def check_terms(call: Call) -> None:
-    """Check the inputs of an attention call other than the shapes and dtypes of q, k and v."""
     q_BHTE, k_BKSE, v_BKSE, theta_HN = call.q_BHTE, call.k_BKSE, call.v_BKSE, call.theta_HN
     batch, heads, queries, _ = q_BHTE.shape
     keys = k_BKSE.shape[2]
-    if theta_HN is not None and theta_HN.device != q_BHTE.device:
-        raise AttentionError(f"theta is on {theta_HN.device}, but q on {q_BHTE.device}")
-    if not q_BHTE.device == k_BKSE.device == v_BKSE.device:
-        raise AttentionError(
-            f"q, k and v must be on one device, not {q_BHTE.device}, {k_BKSE.device}, "
-            f"{v_BKSE.device}"
-        )
+    for name, x in (("theta", theta_HN), ("k", k_BKSE), ("v", v_BKSE)):
+        if x is not None and x.device != q_BHTE.device:
+            raise AttentionError(f"{name} is on {x.device}, but q on {q_BHTE.device}")
     if not call.scale > 0.0:
         raise AttentionError(f"scale must be above 0, not {call.scale}")
     first = call.query_offset
@@ -157,10 +146,10 @@ def check_terms(call: Call) -> None:
                 f"{name} must be {list(shape)} on {q_BHTE.device}, not {list(x.shape)} on "
                 f"{x.device}"
             )
+        if x is not None and name != "decay_BHS" and x.dtype not in (torch.int32, torch.int64):
+            raise AttentionError(f"{name} must be int32 or int64, not {x.dtype}")
     if call.pos.has("gate") and call.decay_BHS is None:
-        raise AttentionError(f"{call.pos.name} needs decay_BHS, which its layer computes")
-    if call.starts_BS is not None and call.starts_BS.dtype not in (torch.int32, torch.int64):
-        raise AttentionError(f"starts_BS must be int32 or int64, not {call.starts_BS.dtype}")
+        raise AttentionError(f"{call.pos.name} needs decay_BHS: write decay_BHS=pos.decay(gate)")
     whole = isinstance(call.window, int) and not isinstance(call.window, bool)
     if call.window is not None and not (whole and call.window >= 0):
         raise AttentionError(f"window must be a whole number, 0 or more, not {call.window}")
@@ -174,7 +163,11 @@ def check_terms(call: Call) -> None:
 
 
 def check_qkv(q_BHTE: Tensor, k_BKSE: Tensor, v_BKSE: Tensor) -> None:
-    """Check that the shapes and dtypes of q, k and v fit together."""
+    """Check that the shapes and dtypes of q, k and v fit together.
+
+    Raises:
+        AttentionError: They do not.
+    """
     if any(x.dim() != 4 for x in (q_BHTE, k_BKSE, v_BKSE)) or 0 in q_BHTE.shape[1:]:
         raise AttentionError(
             f"q {list(q_BHTE.shape)}, k {list(k_BKSE.shape)} and v {list(v_BKSE.shape)} must be "

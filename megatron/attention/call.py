@@ -21,9 +21,28 @@ from megatron.positional.base import PositionalEmbedding
 class Call:
     """The inputs of one attention call.
 
-    `AttentionFn.__call__` describes the inputs that are not listed here.
+    Rotary embeddings must be applied before.
 
     Attributes:
+        q_BHTE: The queries [batch, heads, queries, head size].
+        k_BKSE, v_BKSE: The keys and values [batch, key heads, keys, head size]. The number of key
+            heads must divide the number of heads.
+        pos: The positional embedding.
+        theta_HN: The parameters of the positional embedding, one row for each head of q. Needed
+            only if `pos` has parameters.
+        scale: The number that multiplies the query-key products, usually 1/sqrt(head size).
+        dropout_p: The probability of dropping a softmax weight. Random numbers are drawn from the
+            default generator of q's device.
+        query_offset: The position of the first query. The first key has the position 0. Keys after
+            the last query are ignored: unused entries of a cache of keys may contain anything.
+        decay_BHS: The sum c of all log-decays up to each position [batch, heads, keys], as of a
+            forget gate. c_i - c_j is added to the logit of query i and key j. Long sequences need
+            fp64.
+        starts_BS: The position of the first token of each token's document [batch, keys]. A query
+            sees only keys of its own document.
+        window: The largest distance at which a query sees a key.
+        positions_BT: The position of each query [batch, queries]. None means that biases use the
+            position in the document, and temperatures the position in the sequence.
         sink_H: The logit of each head's attention sink. None without a sink.
         return_lse: Whether to return (output, lse). lse is the log-sum-exp of each softmax.
     """
@@ -202,7 +221,9 @@ def document_starts(ended_BS: Tensor) -> Tensor:
     Args:
         ended_BS: True at the last token of each document, bool [batch, tokens].
     """
-    return _starts(ended_BS[:, :-1])
+    is_first_BS = F.pad(ended_BS[:, :-1], (1, 0))
+    position_S = torch.arange(is_first_BS.shape[1], device=is_first_BS.device)
+    return torch.where(is_first_BS, position_S, 0).cummax(1).values
 
 
 def starts_from_ids(ids_BS: Tensor) -> Tensor:
@@ -216,12 +237,4 @@ def starts_from_ids(ids_BS: Tensor) -> Tensor:
     """
     if ids_BS.dim() != 2:
         raise ValueError(f"ids must be [batch, tokens], not {list(ids_BS.shape)}: write ids[None]")
-    return _starts(ids_BS[:, 1:] != ids_BS[:, :-1])
-
-
-def _starts(changes_BR: Tensor) -> Tensor:
-    """Return the position of the first token of each token's document, int64 [batch, tokens]."""
-    # `changes_BR` is true at index i if token i + 1 is the first token of a document.
-    is_first_BS = F.pad(changes_BR, (1, 0))
-    position_S = torch.arange(is_first_BS.shape[1], device=is_first_BS.device)
-    return torch.where(is_first_BS, position_S, 0).cummax(1).values
+    return document_starts(F.pad(ids_BS[:, 1:] != ids_BS[:, :-1], (0, 1)))

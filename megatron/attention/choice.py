@@ -30,7 +30,8 @@ from megatron.attention.backend import (
     AttentionError,
     Backend,
     Request,
-    check,
+    check_qkv,
+    check_terms,
     constant,
     wants_gradients,
 )
@@ -51,6 +52,7 @@ class AttentionFn:
 
     Attributes:
         backend: The chosen backend.
+        name: The name of the backend, as in the config key `attention_backend`.
         reason: Why the backend was chosen, for the log.
         request: The requirements for which the backend was chosen. A call may differ from them if
             the backend supports it.
@@ -58,78 +60,29 @@ class AttentionFn:
 
     def __init__(self, backend: Backend, reason: str, request: Request):
         self.backend, self.reason, self.request = backend, reason, request
+        self.name = backend.name
         self._checked_layout: tuple | None = None
 
-    @property
-    def name(self) -> str:
-        """The name of the backend, as in the config key `attention_backend`."""
-        return self.backend.name
-
-    def __call__(
-        self,
-        q_BHTE: Tensor,
-        k_BKSE: Tensor,
-        v_BKSE: Tensor,
-        pos: PositionalEmbedding,
-        theta_HN: Tensor | None = None,
-        *,
-        scale: float,
-        dropout_p: float = 0.0,
-        query_offset: int = 0,
-        decay_BHS: Tensor | None = None,
-        starts_BS: Tensor | None = None,
-        window: int | None = None,
-        positions_BT: Tensor | None = None,
-    ) -> Tensor:
+    def __call__(self, call: Call) -> Tensor:
         """Return the attention output in q's dtype and shape [batch, heads, queries, head size].
 
         The output is differentiable in q, k, v, theta and the decay. Computations are in fp32 (fp64
-        for fp64 inputs), also under autocast. Rotary embeddings must be applied before this call.
-
-        Args:
-            q_BHTE: The queries [batch, heads, queries, head size].
-            k_BKSE, v_BKSE: The keys and values [batch, key heads, keys, head size]. The number of
-                key heads must divide the number of heads.
-            pos: The positional embedding.
-            theta_HN: The parameters of the positional embedding, one row for each head of q. Needed
-                only if `pos` has parameters.
-            scale: The number that multiplies the query-key products, usually 1/sqrt(head size).
-            dropout_p: The probability of dropping a softmax weight. Random numbers are drawn from
-                the default generator of q's device.
-            query_offset: The position of the first query. The first key has the position 0. Keys
-                after the last query are ignored.
-            decay_BHS: The sum c of all log-decays up to each position [batch, heads, keys], as of a
-                forget gate. c_i - c_j is added to the logit of query i and key j. Long sequences
-                need fp64.
-            starts_BS: The position of the first token of each token's document [batch, keys]. A
-                query sees only keys of its own document.
-            window: The largest distance at which a query sees a key.
-            positions_BT: The position of each query [batch, queries]. None means that biases use
-                the position in the document, and temperatures the position in the sequence.
+        for fp64 inputs), also under autocast.
 
         Raises:
             AttentionError: The inputs do not fit together, or the backend does not support them.
         """
-        call = Call(
-            q_BHTE, k_BKSE, v_BKSE, pos, theta_HN, scale=scale, dropout_p=dropout_p,
-            query_offset=query_offset, decay_BHS=decay_BHS, starts_BS=starts_BS, window=window,
-            positions_BT=positions_BT,
-        )  # fmt: skip
-        # Unused entries of a cache of keys may contain anything.
-        self._check_layout(call)
-        return computed(self.backend, call)
-
-    def _check_layout(self, call: Call) -> None:
-        """Check an attention call, unless the previous call had the same shapes and dtypes."""
         # All layers of a training step have the same layout, so only their first call is checked.
         if torch.compiler.is_compiling():  # runs once per layout; the graph contains no check
             self._check(call)
         elif (layout := _layout(call)) != self._checked_layout:
             self._check(call)
             self._checked_layout = layout
+        return computed(self.backend, call)
 
     def _check(self, call: Call) -> None:
-        check(call)
+        check_qkv(call.q_BHTE, call.k_BKSE, call.v_BKSE)
+        check_terms(call)
         self._check_request(**conditions(call))
 
     @constant
@@ -138,7 +91,7 @@ class AttentionFn:
             conditions[name] = conditions[name] or getattr(self.request, name)
         request = replace(self.request, **conditions)
         if request != self.request and (why := refusal(self.backend, request)):
-            raise refused(self.name, why, request)
+            raise refused(f"{self.name} {why}", request)
 
 
 def choose(backend: str, pos: PositionalEmbedding, **conditions: Any) -> AttentionFn:
@@ -152,34 +105,26 @@ def choose(backend: str, pos: PositionalEmbedding, **conditions: Any) -> Attenti
     Raises:
         AttentionError: The backend is unknown, or does not support these conditions.
     """
-    request = Request(pos, **conditions)
+    request, tried = Request(pos, **conditions), (backend,)
+    reasons = ["as configured"]
     if backend == "auto":
-        return first_that_serves(request)
-    if backend not in BACKENDS:
+        tried = AUTO.get(request.device_type, AUTO["cpu"])
+        reasons = [f"auto: {pos.name}, {request.dtype}, {request.device_type}"]
+    elif backend not in BACKENDS:
         offered = ["auto", *BACKENDS]
         hint = did_you_mean(backend, offered)
         raise AttentionError(
             f"no attention_backend {backend!r}; {hint}There are: {', '.join(offered)}"
         )
-    chosen = named(backend, pos)
-    if why := refusal(chosen, request):
-        raise refused(backend, why, request)
-    remark = chosen.remark(request)
-    return AttentionFn(chosen, ", ".join(filter(None, ("as configured", remark))), request)
-
-
-def first_that_serves(request: Request) -> AttentionFn:
-    """Return an attention function that uses the best backend for a request."""
-    reasons = [f"auto: {request.pos.name}, {request.dtype}, {request.device_type}"]
-    for name in AUTO.get(request.device_type, AUTO["cpu"]):
-        backend = named(name, request.pos)
-        why = refusal(backend, request)
+    for name in tried:
+        chosen = named(name, pos)
+        why = refusal(chosen, request)
         if why is None:
-            remark = backend.remark(request)
+            remark = chosen.remark(request)
             reason = "; ".join(reasons) + (f": {remark}" if remark else "")
-            return AttentionFn(backend, reason, request)
+            return AttentionFn(chosen, reason, request)
         reasons.append(f"{name} {why}")
-    raise AssertionError("eager, the last of each list, serves every request")
+    raise refused(reasons[-1], request)
 
 
 def named(name: str, pos: PositionalEmbedding) -> Backend:
@@ -199,22 +144,20 @@ def refusal(backend: Backend, request: Request) -> str | None:
     return backend.refusal(request)
 
 
-def refused(backend: str, why: str, request: Request) -> AttentionError:
+def refused(why: str, request: Request) -> AttentionError:
     others = [name for name in BACKENDS if refusal(named(name, request.pos), request) is None]
     serve = ", ".join(["auto", *others])
     return AttentionError(
-        f"attention_backend {backend} {why}. For pos_emb {request.pos.name} in {request.dtype} on "
+        f"attention_backend {why}. For pos_emb {request.pos.name} in {request.dtype} on "
         f"{request.device_type} use {serve}"
     )
 
 
 def _layout(call: Call) -> tuple:
     """Return the shapes, dtypes and other properties of a call that a check depends on."""
-    tensors = (call.q_BHTE, call.k_BKSE, call.v_BKSE, call.theta_HN)
-    tensors += (call.decay_BHS, call.starts_BS, call.positions_BT)
-    shapes = (None if x is None else (x.shape, x.dtype, x.device) for x in tensors)
-    numbers = (call.scale, call.dropout_p, call.query_offset, call.window)
-    return *shapes, *numbers, call.pos, wants_gradients(call)
+    inputs = vars(call).values()
+    shapes = ((x.shape, x.dtype, x.device) if isinstance(x, Tensor) else x for x in inputs)
+    return *shapes, wants_gradients(call)
 
 
 def conditions(call: Call) -> dict[str, Any]:

@@ -26,6 +26,7 @@ from megatron.attention.choice import computed, conditions, name_of_choice, name
 from megatron.attention.contained import has_values, is_transformed
 from megatron.attention.formula_check import check_embedding, check_initial_formulas
 from megatron.positional import PositionalEmbedding
+from megatron.suggest import did_you_mean
 
 DEBUG = "KERPLE_DEBUG"
 """The environment variable with which document starts are also checked on GPUs."""
@@ -63,7 +64,7 @@ def attend(
 ) -> Any:
     """Return causal attention [batch, heads, queries, head size of v] in q's dtype.
 
-    `AttentionFn.__call__` describes the arguments that are not listed here. Rotary embeddings
+    `Call` describes the arguments that are not listed here. Rotary embeddings
     rotate all dimensions of q and k here, with the base 10000. Under autocast, q, k and v may have
     different dtypes.
 
@@ -106,7 +107,8 @@ def attend(
 def _check_kinds(pos: Any, unknown: Iterable[str]) -> None:
     """Check that `pos` is an embedding, and that there are no arguments with unknown names."""
     for name in unknown:
-        raise TypeError(f"attend has no argument {name}: {HERE.get(name, 'see help(attend)')}")
+        near = did_you_mean(name, attend.__kwdefaults__ or ()) + "see help(attend)"
+        raise TypeError(f"attend has no argument {name}: {HERE.get(name, near)}")
     if not isinstance(pos, PositionalEmbedding):
         made = isinstance(pos, type) and issubclass(pos, PositionalEmbedding)
         what = f"the class {pos.__name__}: write {pos.__name__}()" if made else type(pos).__name__
@@ -159,10 +161,19 @@ def _offset(query_offset: int | None, queries: int, keys: int) -> int:
 
 
 def _rotated(call: Call) -> tuple[Tensor, Tensor]:
-    """Return q and k, rotated by their positions if the embedding is rotary."""
+    """Return q and k, rotated by their positions if the embedding is rotary.
+
+    Raises:
+        AttentionError: The positions are not read, or those of the keys are missing.
+    """
     pos, first = call.pos, call.query_offset
     queries, keys = call.q_BHTE.shape[2], call.k_BKSE.shape[2]
     if not pos.has("rotary"):
+        if not (call.positions_BT is None or pos.has("temperature") or pos.reads_position):
+            raise AttentionError(
+                f"{pos.name} does not read positions_BT, because distances follow from the order "
+                "of the tokens: leave positions_BT out"
+            )
         return call.q_BHTE, call.k_BKSE
     key_positions = torch.arange(keys, device=call.q_BHTE.device)[None]
     positions_BT = call.positions_BT

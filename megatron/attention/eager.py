@@ -35,19 +35,17 @@ def eager(call: Call) -> Any:
     """
     dtype = torch.promote_types(call.q_BHTE.dtype, torch.float32)
     scores_BHTS = call.scale * (call.q_BHTE.to(dtype) @ call.k_BKSE.to(dtype).mT)
-    theta_HN = None
-    if call.has_kernel:
-        theta_HN = call.theta.to(torch.promote_types(call.theta.dtype, dtype))
+    theta_HN = call.theta.to(torch.promote_types(call.theta.dtype, dtype))
     return attend_by_scores(call, scores_BHTS, theta_HN)
 
 
-def attend_by_scores(call: Call, scores_BHTS: Tensor, theta_HN: Tensor | None) -> Any:
+def attend_by_scores(call: Call, scores_BHTS: Tensor, theta_HN: Tensor) -> Any:
     """Return the attention output, given the scaled query-key products."""
     dtype, device = scores_BHTS.dtype, scores_BHTS.device
     key_S = torch.arange(call.k_BKSE.shape[2], device=device)
     # All later steps have the dtype of the scores. The distance kernel is evaluated in theta's.
     distance_TS = call.query_rows()[:, None] - key_S
-    if theta_HN is not None:
+    if call.has_kernel:
         weight_HTS = call.pos.weight(theta_HN, distance_TS.clamp(min=0))
         bias_BHTS = call.bias(theta_HN, distance_TS)
         if weight_HTS is not None:

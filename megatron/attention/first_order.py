@@ -22,7 +22,7 @@ class _NoSecondDerivative(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
         raise NotImplementedError(
-            "this attention backend has no second derivative: use attention_backend eager"
+            "this attention backend has no second derivative: use the backend eager"
         )
 
 

@@ -24,15 +24,18 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable
 from functools import lru_cache
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from megatron.attention.backend import AttentionError, Backend, Request, weighted
 from megatron.attention.call import Call
-from megatron.attention.formulas.trace import Formula, Unreadable, read, torch_function
+from megatron.attention.formulas.trace import Unreadable, read, torch_function
 from megatron.positional import PositionalEmbedding
+
+if TYPE_CHECKING:
+    from megatron.kernels.lowering import Formula
 
 ScoreMod = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
 """A function of (score, batch index, head, query i, key j) that returns score * w(d) + b(d).
@@ -173,14 +176,9 @@ def kernel_options(pos: PositionalEmbedding, size: int) -> dict[str, int] | None
     """Return FlexAttention's `kernel_options` for an embedding. None means torch's defaults."""
     if not pos.has("distance") or formula_of(pos) is not None:
         return None
-    return table_options(pos, size)
-
-
-def table_options(pos: PositionalEmbedding, size: int) -> dict[str, int]:
-    """Return FlexAttention's `kernel_options` for a `score_mod` that loads values from tables."""
-    # In each stage, the kernel's loop prefetches a tile of keys, one of values and one of table
-    # entries, fp32 [128, 128]. Three stages, torch's default, need more shared memory than an H100
-    # has (torch 2.11).
+    # The `score_mod` loads values from tables. In each stage, the kernel's loop prefetches a tile
+    # of keys, one of values and one of table entries, fp32 [128, 128]. Three stages, torch's
+    # default, need more shared memory than an H100 has (torch 2.11).
     if size > 64 or weighted(pos):
         return {"fwd_num_stages": 1, "bwd_num_stages": 2}
     return {"fwd_num_stages": 2}

@@ -26,7 +26,7 @@ def check_embedding(pos: PositionalEmbedding, theta_HN: Tensor) -> None:
     Raises:
         AttentionError: A parameter is out of its bounds, or a formula is wrong for some distance.
     """
-    if (pos.parameters or pos.has("distance")) and pos not in _CHECKED:
+    if pos not in _CHECKED:
         _check_apart(pos, theta_HN.detach().cpu())
         _CHECKED.add(pos)
 
@@ -34,7 +34,7 @@ def check_embedding(pos: PositionalEmbedding, theta_HN: Tensor) -> None:
 @constant
 def check_initial_formulas(pos: PositionalEmbedding, heads: int) -> None:
     """Check an embedding's formulas with initial values of its parameters."""
-    if (pos.parameters or pos.has("distance")) and pos not in _CHECKED:
+    if pos not in _CHECKED:
         _check_apart(pos, pos.initial_theta(heads, torch.Generator().manual_seed(0)))
 
 
@@ -42,7 +42,8 @@ def _check_apart(pos: PositionalEmbedding, theta_HN: Tensor) -> None:
     """Check an embedding in a new thread, where the caller's torch modes are off."""
     # such as inference mode, a default device, and hooks on saved tensors
     with ThreadPoolExecutor(1) as thread:
-        thread.submit(_check_bounds, pos, theta_HN).result()
+        if pos.parameters:
+            thread.submit(_check_bounds, pos, theta_HN).result()
         if pos.has("distance"):
             thread.submit(_check_formulas, pos, theta_HN).result()
 
@@ -88,11 +89,11 @@ def _check_formulas(pos: PositionalEmbedding, theta_HN: Tensor) -> None:
         try:
             with _Watch() as watch:
                 value_HTS = function(theta_HN, d_1TS, d_1TS + 3)
-        except IndexError as error:
-            raise AttentionError(
-                f"{name}: {error}; it must have a value at each distance up to {PROBES[-1]:g}, so "
-                "clamp d to the last entry of a table"
-            ) from error
+        except (IndexError, RuntimeError) as error:
+            hint = "self.columns(theta_HN, d) gives d and columns that fit together"
+            if isinstance(error, IndexError):
+                hint = f"write values for distances up to {PROBES[-1]:g}, or clamp d to the last"
+            raise AttentionError(f"{name}: {error}; {hint}") from error
         if value_HTS is not None:
             _check_formula(name, value_HTS, theta_HN, d_1TS, watch)
             some_1TS = d_1TS[..., :2].flip(1, 2)  # without the largest distance

@@ -74,10 +74,7 @@ def functions_of(pos: PositionalEmbedding) -> tuple[DeviceFunctions, str]:
         formula = read(pos)
         bounds = [(column.low, column.high) for column in pos.parameters]
         for rewrite in (sympy.sympify, sympy.factor):
-            functions = codegen.device_functions(
-                pos.name, formula.bias, formula.weight, formula.distance, formula.theta,
-                formula.position, bounds, rewrite,
-            )  # fmt: skip
+            functions = codegen.device_functions(pos.name, formula, bounds, rewrite)
             if confirms_code(pos, functions):
                 return functions, "evaluated in registers"
         reason = "the generated code is not exact enough for some theta or distance"
@@ -88,19 +85,15 @@ def functions_of(pos: PositionalEmbedding) -> tuple[DeviceFunctions, str]:
     return tabulated.device_functions(*has), f"tabulated, {reason}"
 
 
-@lru_cache(maxsize=64)
-def _code_of(pos: PositionalEmbedding) -> tuple[str, bool, Columns | None]:
-    functions, _ = functions_of(pos)
-    code = operations.register(pos.name, functions)
-    return code, functions.tabulated, functions.layer and functions.layer.columns
-
-
 @constant  # because sympy reads the formula
+@lru_cache(maxsize=64)
 def code_of(pos: PositionalEmbedding) -> tuple[str, bool, Columns | None]:
     """Return what a launch must know of an embedding's Triton functions."""
     # The name under which `kerple::fused` finds the functions, whether they read a table, and the
     # columns of theta that belong to a layer of hidden units (or None).
-    return _code_of(pos)
+    functions, _ = functions_of(pos)
+    code = operations.register(pos.name, functions)
+    return code, functions.tabulated, functions.layer and functions.layer.columns
 
 
 @constant
@@ -117,7 +110,7 @@ def cache_launches(on: bool) -> None:
     """
     from megatron.kernels import compiled_variants
 
-    compiled_variants.cache_launches(on)
+    compiled_variants.SWITCHES["cached"] = on
 
 
 def fused(call: Call) -> Any:

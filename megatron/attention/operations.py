@@ -108,9 +108,8 @@ def fused_forward(setting: Setting, *inputs: Any) -> tuple[Tensor, Tensor, Tenso
     """Return the attention output, and two tensors that the backward pass needs."""
     from megatron.kernels import launch
 
-    q, k, v, rows, sink, decay, first, position, seed = inputs
-    terms = launch.Terms(first, sink, decay, position)
-    return launch.forward(q, k, v, rows, seed, setting, terms)
+    q, k, v, rows, *terms, seed = inputs
+    return launch.forward(q, k, v, rows, seed, setting, launch.Terms(*terms))
 
 
 def fused_gradients(
@@ -120,8 +119,8 @@ def fused_gradients(
     """Return the gradients of attention that Triton kernels compute. Some may be None."""
     from megatron.kernels import launch
 
-    q, k, v, rows, sink, decay, first, position, seed = inputs
-    terms = launch.Terms(first, sink, decay, position)
+    q, k, v, rows, *terms, seed = inputs
+    terms = launch.Terms(*terms)
     return launch.backward(grad, q, k, v, out, lse, lost, rows, seed, setting, need_rows, terms)
 
 

@@ -26,8 +26,7 @@ def published_eager(call: Call) -> Tensor:
     flat_q, flat_k = call.q_BHTE.flatten(0, 1), call.k_BKSE.flatten(0, 1)
     products = torch.baddbmm(flat_q.new_zeros(1), flat_q, flat_k.mT, beta=0, alpha=call.scale)
     scores_BHTS = products.unflatten(0, call.q_BHTE.shape[:2])
-    theta_HN = call.theta.to(scores_BHTS.dtype) if call.has_kernel else None
-    return attend_by_scores(call, scores_BHTS, theta_HN)
+    return attend_by_scores(call, scores_BHTS, call.theta.to(scores_BHTS.dtype))
 
 
 BACKEND = Backend("eager", published_eager)

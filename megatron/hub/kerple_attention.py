@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers.modeling_utils import AttentionInterface
 
-from megatron.attention import choose
+from megatron.attention import Call, choose
 from megatron.hub.backbone import positional_of
 from megatron.positional import PositionalEmbedding
 
@@ -66,11 +66,12 @@ def kerple_attention(
         masked=call.masked,
         decays=pos.has("gate"),
     )
-    out_BHTE = attend(
+    inputs = Call(
         query, key, value, pos, call.theta_HN, scale=scaling, query_offset=offset,
         decay_BHS=call.decay_BHS, window=call.window, positions_BT=positions_BT,
         starts_BS=None if first_BT is None else F.pad(first_BT, (offset, 0)),
     )  # fmt: skip
+    out_BHTE = attend(inputs)
     return out_BHTE.transpose(1, 2).contiguous(), None
 
 

@@ -30,13 +30,12 @@ from typing import Any
 
 import sympy
 
-from megatron.kernels import device
+from megatron.kernels import device, lowering
 from megatron.kernels.device_functions import DeviceFunctions
 from megatron.kernels.hidden_layer import Layer, hidden_layer, hidden_slope
-from megatron.kernels.lowering import HALVES, NAMES, NotExpressible, confirm_power, layers, lower
 
 GLOBALS = vars(device) | {"hidden_layer": hidden_layer, "hidden_slope": hidden_slope}
-CALLS = {name: name + "({})" for name in NAMES} | {
+CALLS = {name: name + "({})" for name in lowering.NAMES} | {
     "sin": "sine({})", "cos": "cosine({})", "Abs": "tl.abs({})", "larger": "tl.maximum({}, {})",
     "select": "tl.where({} < {}, {}, {})",
     "sign": "tl.where({0} < 0.0, -1.0, tl.where(0.0 < {0}, 1.0, 0.0))",
@@ -48,48 +47,38 @@ SCALAR_CALLS = (
 
 def device_functions(
     name: str,
-    bias: sympy.Expr | None,
-    weight: sympy.Expr | None,
-    distance: sympy.Symbol,
-    theta: tuple[sympy.Symbol, ...],
-    position: sympy.Symbol | None = None,
+    formula: lowering.Formula,
     bounds: Sequence[tuple[float, float]] = (),
     rewrite: Callable[[Any], Any] = sympy.sympify,
 ) -> DeviceFunctions:
     """Generate Triton functions that compute a positional embedding, and its derivatives.
 
-    The logit is weight * s + bias, where s is the scaled query-key product.
-
     Args:
         name: A name for the generated source text.
-        bias: The expression of the bias. None means 0.
-        weight: The expression of the weight. None means 1.
-        distance: The symbol of the query-key distance.
-        theta: The symbols of the embedding's parameters.
-        position: The symbol of the query's position in its document, or None if there is none.
-        bounds: The smallest and the largest value of each parameter, in the order of `theta`.
+        formula: The expressions of the bias and the weight.
+        bounds: The smallest and the largest value of each parameter, in the order of theta.
         rewrite: Rewrites a derivative, for example into a form that does not overflow.
 
     Raises:
         NotExpressible: A GPU cannot compute the bias or the weight in this way.
     """
     s, scale = sympy.Symbol("s", real=True), sympy.Symbol("scale", positive=True)
-    b = sympy.S.Zero if bias is None else bias
-    w = sympy.S.One if weight is None else weight
+    distance, i, theta = formula.distance, formula.position, formula.theta
+    b = sympy.S.Zero if formula.bias is None else formula.bias
+    w = sympy.S.One if formula.weight is None else formula.weight
     known = dict(zip(theta, bounds, strict=False))
     for power in (b + s * w).atoms(sympy.Pow):
-        confirm_power(power, distance, known)
-    found = layers(b, theta)
+        lowering.confirm_power(power, distance, known)
+    found = lowering.layers(b, theta)
     layer = Layer(len(theta), found[1:]) if found else None
-    i = position or sympy.Symbol("i")
     writer = Writer(s, distance, theta, scale, i, layer)
-    inner = [writer.tile(lower(found[0], distance, known))] if found else []
-    y = writer.tile(lower(s * w + b / scale, distance, known))
-    slope = writer.tile(lower(w, distance, known))
+    inner = [writer.tile(lowering.lower(found[0], distance, known))] if found else []
+    y = writer.tile(lowering.lower(s * w + b / scale, distance, known))
+    slope = writer.tile(lowering.lower(w, distance, known))
     factors, terms = [], []
     terms_of = list(range(len(theta))) if layer is None else layer.others
     for column in (theta[n] for n in terms_of):
-        derivative = lower(rewrite(sympy.diff(scale * s * w + b, column)), distance, known)
+        derivative = lowering.lower(rewrite(sympy.diff(scale * s * w + b, column)), distance, known)
         factor, term = derivative.as_independent(s, distance, i, as_Add=False)
         factors.append(writer.constant(factor))
         terms.append(writer.tile(term))
@@ -97,7 +86,7 @@ def device_functions(
     return DeviceFunctions(
         **compiled(name, source),
         num_theta=len(terms),
-        weighted=weight is not None,
+        weighted=formula.weight is not None,
         source=source,
         layer=layer,
         reads_position=b.has(i) or w.has(i),
@@ -211,7 +200,7 @@ class Writer:
     def call(self, expr: sympy.Expr, calls: dict[str, str]) -> str:
         name = type(expr).__name__
         if name not in calls:
-            raise NotExpressible(f"{name} has no counterpart in the generated kernels")
+            raise lowering.NotExpressible(f"{name} has no counterpart in the generated kernels")
         return calls[name]
 
     def source(
@@ -249,7 +238,7 @@ def power(exponent: sympy.Expr, base: str, reciprocal: str) -> str:
         base: Source text of the base.
         reciprocal: Source text of 1 / x, with {} in the place of x.
     """
-    if exponent in HALVES:
+    if exponent in lowering.HALVES:
         return f"tl.sqrt({base})" if exponent > 0 else f"tl.rsqrt({base})"
     text = "(" + " * ".join([base] * abs(int(exponent))) + ")"
     return text if exponent > 0 else reciprocal.format(text)

@@ -5,7 +5,7 @@ properties of the run-time arguments: dtypes, whether addresses and strides are 
 strides and numbers that are 1, and whole numbers beyond 32 bits. At each launch, Triton examines
 the arguments for these properties, which takes longer than the launch.
 
-With `cache_launches(True)`, a variant keeps each compiled kernel that Triton chose, under a key
+With `SWITCHES["cached"]`, a variant keeps each compiled kernel that Triton chose, under a key
 made of the arguments' properties, and launches it again for arguments with the same key. The key
 contains the exact strides, and the addresses modulo 16, so it distinguishes more cases than Triton
 does. The current device and stream and Triton's launch hooks are looked up at each launch. Other
@@ -20,7 +20,6 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
 
-from torch import Tensor
 from triton.compiler import CompiledKernel
 
 from megatron.kernels.backward import key_pass, query_pass
@@ -45,21 +44,10 @@ NUMBERS = ("heads", "group", "queries", "keys", "offset", "width", "scale", "thr
 LARGEST = 4096
 """The largest number of variants, and of compiled kernels of each variant, that are kept.
 
-At this number, all variants (or all compiled kernels of the variant) are forgotten."""
-
-VARIANTS: dict[tuple, Variant] = {}
-"""All variants that this process has launched."""
+At this number, all compiled kernels of the variant are forgotten."""
 
 SWITCHES = {"cached": False}
-"""Whether launches are cached, for the whole process; see `cache_launches`."""
-
-
-def cache_launches(on: bool) -> None:
-    """Make launches of Triton kernels faster by a cache, or switch the cache off.
-
-    The setting is valid for the whole process. It does not change any results.
-    """
-    SWITCHES["cached"] = on
+"""Whether launches are cached, for the whole process; see `megatron.attention.cache_launches`."""
 
 
 @dataclass
@@ -68,7 +56,6 @@ class Variant:
 
     Attributes:
         function: The Triton kernel.
-        functions: The device functions that compute the positional embedding.
         constants: The values of the compile-time arguments.
         options: The options of Triton's compiler.
         exact: One entry for each numeric argument. If true, Triton may compile the kernel again for
@@ -77,14 +64,13 @@ class Variant:
     """
 
     function: Any
-    functions: DeviceFunctions
     constants: Sequence[Any]
     options: dict[str, Any]
     exact: Sequence[bool]
     compiled: dict[tuple, Any] = field(default_factory=dict)
 
     def start(
-        self, programs: tuple[int, int], pointers: Sequence[Tensor | None], strides: Sequence[int],
+        self, programs: tuple[int, int], pointers: Sequence[Any], strides: Sequence[int],
         numbers: Sequence[Any],
     ) -> None:  # fmt: skip
         """Start the Triton kernel on the current device and stream.
@@ -100,7 +86,10 @@ class Variant:
         if not SWITCHES["cached"]:
             self.function[programs](*arguments, **self.options)
             return
-        key = self.key(pointers, strides, numbers)
+        tensors = [None if x is None else (x.dtype, x.data_ptr() % 16) for x in pointers]
+        # A number that is not exact matters only by whether it fits into 32 bits.
+        values = [x if exact else x >> 31 for x, exact in zip(numbers, self.exact, strict=True)]
+        key = (pointers[0].get_device(), *tensors, *strides, *values)
         compiled = self.compiled.get(key)
         if compiled is not None and not self.function.pre_run_hooks:
             compiled[*programs, 1](*arguments)
@@ -111,17 +100,11 @@ class Variant:
                 self.compiled.clear()
             self.compiled[key] = compiled
 
-    def key(self, pointers: Sequence[Any], strides: Sequence[int], numbers: Sequence[Any]) -> tuple:
-        """Return a key for the cache of compiled kernels."""
-        tensors = [None if x is None else (x.dtype, x.data_ptr() % 16) for x in pointers]
-        # A number that is not exact matters only by whether it fits into 32 bits.
-        values = [x if exact else x >> 31 for x, exact in zip(numbers, self.exact, strict=True)]
-        return pointers[0].get_device(), *tensors, *strides, *values
 
-
+@lru_cache(maxsize=LARGEST)
 def variant_of(
-    which: str, functions: DeviceFunctions, tile: Tile, head_size: int,
-    pointers: Sequence[Tensor | None], *, dropout: bool, theta: bool,
+    which: str, functions: DeviceFunctions, tile: Tile, head_size: int, tensors: tuple[str, ...],
+    *, dropout: bool, theta: bool,
 ) -> Variant:  # fmt: skip
     """Return a Triton kernel with its compile-time arguments.
 
@@ -130,28 +113,16 @@ def variant_of(
         functions: The device functions that compute the positional embedding.
         tile: The tile sizes of the Triton kernel.
         head_size: The head size.
-        pointers: The kernel's tensors, in the order of its arguments. None stands for an optional
-            tensor that is absent.
+        tensors: The names of the kernel's tensors, without optional ones that are absent.
         dropout: Whether there is dropout.
         theta: Whether the embedding's parameters need a gradient.
     """
-    missing = [x is None for x in pointers]
-    key = (which, id(functions), tile, head_size, dropout, theta, *missing)
-    variant = VARIANTS.get(key)
-    if variant is None:
-        function, (names, _, rest) = PASSES[which], order(which)
-        terms = [name for name, x in zip(names, pointers, strict=True) if x is not None]
-        values = constants(functions, tile, head_size, dropout=dropout, theta=theta, terms=terms)
-        options = {"num_warps": tile.warps, "num_stages": tile.stages} | OPTIONS
-        loose = getattr(function, "do_not_specialize", ())
-        exact = [name not in loose for name in NUMBERS]
-        if len(VARIANTS) >= LARGEST:
-            VARIANTS.clear()
-        # The variant keeps `functions`, so no other device functions get the same id.
-        fixed = [values[name] for name in rest]
-        variant = Variant(function, functions, fixed, options, exact)
-        VARIANTS[key] = variant
-    return variant
+    function = PASSES[which]
+    values = constants(functions, tile, head_size, dropout=dropout, theta=theta, terms=tensors)
+    options = {"num_warps": tile.warps, "num_stages": tile.stages} | OPTIONS
+    loose = getattr(function, "do_not_specialize", ())
+    exact = [name not in loose for name in NUMBERS]
+    return Variant(function, [values[name] for name in order(which)[2]], options, exact)
 
 
 @lru_cache

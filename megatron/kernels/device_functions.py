@@ -10,7 +10,7 @@ from megatron.kernels.hidden_layer import Layer
 from megatron.kernels.tile_sizes import Needs
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class DeviceFunctions:
     """The Triton device functions that compute a positional embedding inside an attention kernel.
 

@@ -144,16 +144,16 @@ class Terms:
     """Optional inputs of an attention call.
 
     Attributes:
-        first_BT: The first key that each query sees, [batch, queries] int32, contiguous.
         sink_H: The logit of each head's attention sink.
         decay_BHS: The decay c of each position [batch, heads, keys], in fp64 or fp32. c_i - c_j is
             added to the logit of query i and key j.
+        first_BT: The first key that each query sees, [batch, queries] int32, contiguous.
         position_BT: The position of each query in its document, [batch, queries] int32, contiguous.
     """
 
-    first_BT: Tensor | None = None
     sink_H: Tensor | None = None
     decay_BHS: Tensor | None = None
+    first_BT: Tensor | None = None
     position_BT: Tensor | None = None
 
     @property
@@ -189,9 +189,8 @@ class Terms:
             # row is hidden, the number of queries.
             found["end"] = torch.searchsorted(self.first_BT, key, right=True, out_int32=True)
         if self.decay_BHS is not None:
-            shape, device = self.decay_BHS.shape, self.decay_BHS.device
             # `key_pass` writes the gradient of the decay into it.
-            found["ddecay"] = torch.empty(shape, dtype=torch.float32, device=device)
+            found["ddecay"] = self.decay_BHS.new_empty(self.decay_BHS.shape, dtype=torch.float32)
         return found
 
     def gradients(

@@ -18,10 +18,8 @@ Legend: see `backward`. K hidden units, R the smallest power of two above K.
 
 from dataclasses import dataclass
 
-import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
 from megatron.kernels.device import load_rows
 from megatron.kernels.rows import gradients_of, kernel, open_head, open_rows, seen_by
@@ -50,22 +48,6 @@ class Layer:
     def others(self) -> list[int]:
         """The indices of the embedding's parameters that do not belong to the layer."""
         return [n for n in range(self.first) if all(n not in each for each in self.columns)]
-
-    @property
-    def padded(self) -> int:
-        return 1 << self.width.bit_length()
-
-    def gradient(self, sums_H2R: Tensor, width: int) -> Tensor:
-        """Return the gradient of all numbers that a Triton kernel loads for each head.
-
-        Args:
-            sums_H2R: The gradients of the offsets and of the slopes of the layer's linear pieces.
-            width: The number of numbers for each head.
-        """
-        offsets_HM, slopes_HM = sums_H2R[..., : self.width + 1].unbind(1)
-        # The columns of theta and the knees, which get no gradient here.
-        before = sums_H2R.new_zeros(len(sums_H2R), width - 2 * (self.width + 1))
-        return torch.cat((before, slopes_HM, offsets_HM), dim=1)
 
 
 @triton.jit

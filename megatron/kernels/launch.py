@@ -72,10 +72,8 @@ class Setting:
         return *sizes, float(self.scale), round(keep * (1 << 24)), 1.0 / keep
 
 
-@lru_cache
-def capability_of(device: torch.device) -> tuple[int, int]:
-    """Return the compute capability of a GPU."""
-    return torch.cuda.get_device_capability(device)
+capability_of = lru_cache(torch.cuda.get_device_capability)
+"""Returns the compute capability of a GPU."""
 
 
 def rows_contiguous(x: Tensor) -> Tensor:
@@ -112,16 +110,16 @@ def launch(
     if q.is_meta:  # there are no values
         return
     names, strided, _ = order(which)
-    pointers = [tensors.get(name) for name in names]
+    present = tuple(name for name in names if name in tensors)
     strides = [step for name in strided for step in tensors[name].stride()[:3]]
     numbers = setting.numbers(q, tensors["k"], tensors["theta"])
     dropout = setting.dropout_p > 0.0
     variant = variant_of(
-        which, setting.functions, tile, q.shape[-1], pointers, dropout=dropout, theta=need_theta
+        which, setting.functions, tile, q.shape[-1], present, dropout=dropout, theta=need_theta
     )
     here = not q.is_cuda or q.get_device() == torch.cuda.current_device()
     with contextlib.nullcontext() if here else torch.cuda.device(q.device):
-        variant.start((programs, parts), pointers, strides, numbers)
+        variant.start((programs, parts), [*map(tensors.get, names)], strides, numbers)
 
 
 def cdiv(count: int, size: int) -> int:
@@ -264,14 +262,15 @@ def hidden_gradient(
     q, rows_HW = tensors["q"], tensors["theta"]
     heads = q.shape[1]
     programs = len(q) * heads * cdiv(q.shape[2], tile.M)
-    sums = tensors["lse"].new_empty(programs, 2, layer.padded)
+    sums = tensors["lse"].new_empty(programs, 2, 1 << layer.width.bit_length())
     launch("hidden", programs, tile, setting, tensors | {"sums": sums})
-    by_head = sums.view(len(q), heads, -1, 2, layer.padded).sum((0, 2))
-    # [heads, the columns of theta, then the layer's knees, slopes and offsets]
-    drows_HW = layer.gradient(by_head, rows_HW.shape[1])
-    # The gradient of the columns of theta that are not parameters of the layer.
-    drows_HW[:, layer.others] = plain_HN
-    return drows_HW
+    by_head = sums.view(len(q), heads, -1, *sums.shape[1:]).sum((0, 2))
+    offsets_HM, slopes_HM = by_head[..., : layer.width + 1].unbind(1)
+    # The columns of theta and the layer's knees, then its slopes and offsets. The knees and the
+    # parameters of the layer get no gradient here.
+    before = by_head.new_zeros(heads, rows_HW.shape[1] - 2 * slopes_HM.shape[1])
+    before[:, layer.others] = plain_HN
+    return torch.cat((before, slopes_HM, offsets_HM), dim=1)
 
 
 def table_gradient(setting: Setting, tile: Tile, tensors: dict[str, Tensor]) -> Tensor:

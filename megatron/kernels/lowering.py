@@ -7,6 +7,7 @@ refused if 2^(y log2 x) would be wrong for some theta.
 import math
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import dataclass
 from itertools import product
 from typing import Any
 
@@ -18,6 +19,32 @@ LG2, LG2_OR_FINITE, EX2, RCP_ANY = (sympy.Function(name) for name in NAMES)
 HALVES = (sympy.Rational(1, 2), sympy.Rational(-1, 2))
 Bounds = dict[sympy.Symbol, tuple[float, float]]  # the smallest and the largest number
 FAR = 1e6  # the largest distance, and the largest number of theta where it has no bound
+
+
+@dataclass(frozen=True)
+class Formula:
+    """The bias and the weight of a positional embedding, as sympy expressions.
+
+    A logit is weight * s + bias, where s is the scaled query-key product.
+
+    Attributes:
+        bias: The bias. None means 0.
+        weight: The weight. None means 1.
+        distance: The symbol of the query-key distance.
+        theta: The symbols of the embedding's parameters.
+        position: The symbol of the query's position.
+    """
+
+    bias: sympy.Expr | None
+    weight: sympy.Expr | None
+    distance: sympy.Symbol
+    theta: tuple[sympy.Symbol, ...]
+    position: sympy.Symbol
+
+    @property
+    def arguments(self) -> tuple[sympy.Symbol, ...]:
+        """The symbols in the formula: the distance, the query's position and the parameters."""
+        return self.distance, self.position, *self.theta
 
 
 class select(sympy.Function):

@@ -85,9 +85,15 @@ SHARED_MEMORY = {80: 166_912, 86: 101_376, 90: 232_448, 100: 232_448}
 SMALL = Tile(16, 16, 4, 1)
 """The tile for Triton's interpreter. It is small, so that small test inputs have many tiles."""
 
+FP32 = {  # fp32 matrix products do not run on tensor cores, and their operands are in registers
+    (4, 64, False): sizes((64, 32, 8, 2), (32, 32, 8, 2), (16, 32, 4, 1), (32, 32, 8, 1)),
+    (4, 128, False): sizes((32, 32, 8, 1), (16, 32, 8, 1), (16, 16, 8, 1), (16, 16, 4, 1)),
+    (4, 256, False): sizes((16, 32, 8, 1), (16, 32, 8, 1), (16, 16, 8, 1), (16, 16, 4, 1)),
+}
 # GPU family: {(bytes of an element, largest padded head size P, heavy (see `Needs`)): tile sizes}
 TABLE: dict[int, dict[tuple[int, int, bool], TileSizes]] = {
     90: {
+        **FP32,
         (2, 64, False): sizes((64, 64, 4, 3), (64, 32, 4, 3), (64, 64, 4, 3), (64, 64, 8, 2)),
         (2, 64, True): sizes((128, 64, 8, 3), (128, 32, 8, 3), (64, 128, 8, 3), (64, 64, 8, 2)),
         (2, 128, False): sizes((128, 128, 8, 2), (128, 32, 8, 2), (32, 128, 8, 2), (64, 64, 8, 2)),
@@ -95,27 +101,17 @@ TABLE: dict[int, dict[tuple[int, int, bool], TileSizes]] = {
         (2, 256, False): sizes((128, 32, 8, 2), (32, 32, 8, 1), (32, 32, 8, 1), (16, 16, 4, 1)),
     },
     80: {
+        **FP32,
         (2, 64, False): sizes((128, 64, 8, 3), (128, 32, 8, 2), (32, 128, 8, 2), (64, 64, 8, 2)),
         (2, 64, True): sizes((128, 64, 8, 3), (128, 32, 8, 2), (32, 128, 8, 1), (32, 32, 4, 2)),
         (2, 128, False): sizes((128, 32, 8, 2), (128, 16, 8, 2), (64, 64, 8, 2), (32, 32, 4, 1)),
         (2, 128, True): sizes((128, 32, 8, 2), (128, 16, 8, 2), (32, 64, 8, 2), (32, 32, 4, 1)),
         (2, 256, False): sizes((64, 32, 8, 1), (32, 32, 8, 1), (32, 32, 8, 1), (16, 16, 4, 1)),
     },
-    86: {},
 }
-FP32 = {  # fp32 matrix products do not run on tensor cores, and their operands are in registers
-    (4, 64, False): sizes((64, 32, 8, 2), (32, 32, 8, 2), (16, 32, 4, 1), (32, 32, 8, 1)),
-    (4, 128, False): sizes((32, 32, 8, 1), (16, 32, 8, 1), (16, 16, 8, 1), (16, 16, 4, 1)),
-    (4, 256, False): sizes((16, 32, 8, 1), (16, 32, 8, 1), (16, 16, 8, 1), (16, 16, 4, 1)),
-}
-for _family in TABLE.values():
-    _family |= FP32
-TABLE[86] |= {
-    (2, 64, False): TABLE[80][2, 64, False],
-    (2, 64, True): TABLE[80][2, 64, True],
+TABLE[86] = TABLE[80] | {
     (2, 128, False): sizes((64, 32, 4, 2), (128, 16, 8, 2), (16, 128, 8, 1), (32, 32, 4, 1)),
     (2, 128, True): sizes((64, 32, 4, 2), (128, 16, 8, 2), (32, 64, 8, 2), (32, 32, 4, 1)),
-    (2, 256, False): sizes((64, 32, 8, 1), (32, 32, 8, 1), (32, 32, 8, 1), (16, 16, 4, 1)),
 }
 TABLE[100] = TABLE[90] | {  # without spills there
     (2, 64, False): sizes((64, 64, 4, 3), (64, 32, 4, 3), (32, 128, 8, 3), (64, 64, 8, 2)),
@@ -124,60 +120,26 @@ TABLE[100] = TABLE[90] | {  # without spills there
     (2, 128, True): sizes((128, 32, 8, 3), (128, 32, 8, 2), (16, 128, 8, 2), (64, 64, 8, 2)),
 }
 
-DROPOUT = {  # 16-bit kernels with dropout need still more registers than the heavy ones
-    (90, 64): {"key": Tile(32, 128, 8, 3)},
-    (90, 128): {"forward": Tile(128, 64, 8, 3), "query": Tile(64, 16, 4, 3)},
-    (80, 64): {"forward": Tile(128, 32, 8, 3), "key": Tile(16, 128, 8, 1)},
-}
-"""With dropout, these tiles replace those in the heavy entries of `TABLE`.
+SPECIAL: tuple[tuple[str, tuple[int, ...], int, dict[str, Tile]], ...] = (
+    ("light terms", (90,), 64, {"key": Tile(64, 128, 8, 3)}),
+    ("light terms", (90,), 128, {"forward": Tile(128, 64, 8, 3)}),
+    ("heavy terms", (80,), 128, {"key": Tile(32, 64, 8, 1)}),
+    ("dropout", (90,), 64, {"key": Tile(32, 128, 8, 3)}),
+    ("dropout", (90,), 128, {"forward": Tile(128, 64, 8, 3), "query": Tile(64, 16, 4, 3)}),
+    ("dropout", (80, 86), 64, {"forward": Tile(128, 32, 8, 3), "key": Tile(16, 128, 8, 1)}),
+    ("heavy dropout", (86,), 128, {"query": Tile(128, 16, 8, 1)}),
+    ("layer", (80, 90, 86), 64, {"forward": Tile(128, 32, 8, 3), "query": Tile(128, 16, 8, 3)}),
+    ("layer", (80, 86), 64, {"query": Tile(128, 16, 8, 2), "key": Tile(16, 128, 8, 2)}),
+    ("layer", (90,), 128, {"forward": Tile(128, 32, 8, 3), "query": Tile(128, 16, 8, 2)}),
+    ("many columns", (90,), 128, {"query": Tile(128, 16, 8, 2)}),
+    ("many columns", (80, 86), 128, {"query": Tile(32, 32, 4, 2)}),
+    ("all", (90,), 128, {"forward": Tile(128, 32, 8, 3), "query": Tile(128, 16, 8, 2)}),
+)
+"""Tiles of 16-bit kernels that replace those of `TABLE`, the later ones those of earlier entries.
 
-The keys are (GPU family, largest padded head size).
-"""
-DROPOUT[86, 64] = DROPOUT[80, 64]
-
-HEAVY_DROPOUT = {(86, 128): {"query": Tile(128, 16, 8, 1)}}
-"""These tiles replace those of `DROPOUT` for kernels that are heavy, too. The keys are the same."""
-
-MANY = {
-    (90, 128): {"query": Tile(128, 16, 8, 2)},
-    (80, 128): {"query": Tile(32, 32, 4, 2)},
-}
-"""These tiles replace those of `TABLE` for 16-bit kernels with more than four parameters. Before
-Hopper, they do so for kernels with more than three parameters.
-
-The keys are as in `DROPOUT`. The query pass sums the gradients of the parameters in registers.
-"""
-MANY[86, 128] = MANY[80, 128]
-
-LAYER = {
-    (90, 64): {"forward": Tile(128, 32, 8, 3), "query": Tile(128, 16, 8, 3)},
-    (90, 128): {"forward": Tile(128, 32, 8, 3), "query": Tile(128, 16, 8, 2)},
-    (80, 64): {
-        "forward": Tile(128, 32, 8, 3),
-        "query": Tile(128, 16, 8, 2),
-        "key": Tile(16, 128, 8, 2),
-    },
-}
-"""These tiles replace those of `TABLE` for 16-bit kernels with a layer of hidden units.
-
-The keys are as in `DROPOUT`.
-"""
-LAYER[86, 64] = LAYER[80, 64]
-
-TERMS = {
-    (90, 64, False): {"key": Tile(64, 128, 8, 3)},
-    (90, 128, False): {"forward": Tile(128, 64, 8, 3)},
-    (80, 128, True): {"key": Tile(32, 64, 8, 1)},
-}
-"""These tiles replace those of `TABLE` for 16-bit kernels with documents, a sink or a decay.
-
-The keys are (GPU family, largest padded head size, heavy).
-"""
-
-HEAVIEST = {(90, 128): {"forward": Tile(128, 32, 8, 3), "query": Tile(128, 16, 8, 2)}}
-"""These tiles replace all others for 16-bit kernels that are heavy and have dropout and terms.
-
-The keys are as in `DROPOUT`, and terms are as in `TERMS`.
+An entry is (a condition of `look_up`, GPU families, largest padded head size, tiles). With dropout,
+kernels need still more registers than the heavy ones. The query pass sums the gradients of all
+columns of theta in registers.
 """
 
 
@@ -231,13 +193,16 @@ def look_up(family: int, itemsize: int, size: int, needs: Needs) -> TileSizes:
     if itemsize != 2:
         return found
     near = min(family, 90)  # Blackwell has those of Hopper
-    special = TERMS.get((near, listed, heavy or dropout), {}) if terms else {}
-    for tiles, needed in (
-        (DROPOUT, dropout),
-        (HEAVY_DROPOUT, heavy and dropout),
-        (LAYER, layer),
-        (MANY, columns > (4 if near == 90 else 3)),
-        (HEAVIEST, heavy and dropout and terms),
-    ):
-        special = special | (tiles.get((near, listed), {}) if needed else {})
-    return replace(found, **special)
+    conditions = {
+        "light terms": terms and not (heavy or dropout),
+        "heavy terms": terms and (heavy or dropout),
+        "dropout": dropout,
+        "heavy dropout": heavy and dropout,
+        "layer": layer,
+        "many columns": columns > (4 if near == 90 else 3),
+        "all": heavy and dropout and terms,
+    }
+    for condition, families, largest, tiles in SPECIAL:
+        if conditions[condition] and near in families and largest == listed:
+            found = replace(found, **tiles)
+    return found

@@ -33,6 +33,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from megatron.attention import Call
 from megatron.model.activations import ACTIVATIONS, GATES, activate, stepwise_tanh_gelu
 from megatron.model.block_norm import BlockNorm
 from megatron.model.cache import LayerCache
@@ -118,18 +119,20 @@ class SelfAttention(nn.Module):
         dropout_p = s.attention_dropout if self.training else 0.0
         with rank_dropout(self.tp, x_BTD.device) if dropout_p else nullcontext():
             out_BHTE = self.attend(
-                q_BHTE,
-                k_BHTE,
-                v_BHTE,
-                self.pos,
-                theta_HN,
-                scale=1.0 / math.sqrt(s.head_size),
-                dropout_p=dropout_p,
-                query_offset=query_offset,
-                decay_BHS=decay_BHS,
-                starts_BS=starts_BS,
-                window=self.window,
-                positions_BT=positions_BT,
+                Call(
+                    q_BHTE,
+                    k_BHTE,
+                    v_BHTE,
+                    self.pos,
+                    theta_HN,
+                    scale=1.0 / math.sqrt(s.head_size),
+                    dropout_p=dropout_p,
+                    query_offset=query_offset,
+                    decay_BHS=decay_BHS,
+                    starts_BS=starts_BS,
+                    window=self.window,
+                    positions_BT=positions_BT,
+                )
             )
         out_BHTE = all_to_all(out_BHTE, self.cp, split=2, join=1)
         out_BTD = out_BHTE.transpose(1, 2).flatten(2)

@@ -37,7 +37,7 @@ from torch import Tensor
 
 from megatron.numerics import WIDE, Numerics, in_floating_point
 from megatron.positional.fixed_value import FixedValue
-from megatron.positional.theta_parameter import ThetaParameter
+from megatron.positional.theta_parameter import ThetaParameter, check_parameters
 from megatron.suggest import did_you_mean
 
 Kind = Literal["distance", "temperature", "gate", "sink", "rotary", "input", "none"]
@@ -81,6 +81,7 @@ class PositionalEmbedding(FixedValue):
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
+        check_parameters(cls.__name__, cls.parameters)
         for method in {"bias", "weight"} & vars(cls).keys():
             setattr(cls, method, in_floating_point(vars(cls)[method]))
         # A subclass that does not set `kind` gets the kind of the method that it overrides.

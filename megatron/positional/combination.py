@@ -31,8 +31,11 @@ class Combination(PositionalEmbedding):
     kind = "none"  # the terms have kinds
 
     def __init__(self, terms: Sequence[PositionalEmbedding]):
-        if not terms:
-            raise PositionalError("a combination needs at least one embedding")
+        listed = isinstance(terms, Sequence) and len(terms) > 0
+        if not listed or not all(isinstance(term, PositionalEmbedding) for term in terms):
+            raise PositionalError(
+                "write a list of embeddings: Combination([load('rotary'), load('kerple_log')])"
+            )
         super().__init__(terms[0].numerics)
         names = [term.name for term in terms]
         for place, term in enumerate(terms):

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -21,6 +23,9 @@ class ThetaParameter:
         shared: Whether all heads have the same value.
         gentle: A start value that changes a trained model little, if the parameter is added to it.
             None means the initial value of a new model.
+
+    Raises:
+        ValueError: `low` is greater than `high`.
     """
 
     name: str
@@ -32,6 +37,11 @@ class ThetaParameter:
     # It has a gradient from the first step on.
     gentle: float | None = None
 
+    def __post_init__(self) -> None:
+        if not self.low <= self.high:
+            given = f"low={self.low:g}, high={self.high:g}"
+            raise ValueError(f"{self.name}: low must not be greater than high: {given}")
+
 
 def factor(name: str, gentle: float | None = None) -> ThetaParameter:
     """Return the description of a coefficient >= 0.01, drawn from U(0, 1) at the start."""
@@ -41,3 +51,17 @@ def factor(name: str, gentle: float | None = None) -> ThetaParameter:
 def power(name: str, gentle: float | None = None) -> ThetaParameter:
     """Return the description of an exponent in [0.01, 2], drawn from 2 U(0, 1) at the start."""
     return ThetaParameter(name, low=0.01, high=2.0, scale=2.0, gentle=gentle)
+
+
+def check_parameters(owner: str, given: Any) -> None:
+    """Check the parameters of the embedding class `owner`.
+
+    Raises:
+        ValueError: They are not a tuple of `ThetaParameter` with different names.
+    """
+    listed = isinstance(given, Sequence) and all(isinstance(p, ThetaParameter) for p in given)
+    if not listed or len({p.name for p in given}) < len(given):
+        raise ValueError(
+            f"{owner}: write parameters = (ThetaParameter('a', low=0.0), ...), each with a name of "
+            f"its own, not {given!r}"
+        )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megatron.attention import AttentionError, choose
+from megatron.attention import AttentionError, Call, choose
 from megatron.positional import load
 from tests.helpers.embeddings import PLAIN
 
@@ -23,9 +23,9 @@ def test_every_pair_works(name, dtype, backend):
     assert chosen.name == ("blocked" if backend == "auto" else backend)
     theta = pos.initial_theta(4) if pos.kind == "distance" else None
     qkv = [x.to(dtype) for x in (Q, K, V)]
-    out = chosen(*qkv, pos, theta, scale=0.3)
+    out = chosen(Call(*qkv, pos, theta, scale=0.3))
     eager = choose("eager", pos, device_type="cpu", dtype=torch.float64)
-    exact = eager(*(x.double() for x in qkv), pos, theta, scale=0.3)
+    exact = eager(Call(*(x.double() for x in qkv), pos, theta, scale=0.3))
     assert out.dtype == dtype and out.shape == Q.shape
     torch.testing.assert_close(out.double(), exact, rtol=0, atol=2e-2)
 
@@ -71,9 +71,9 @@ def test_what_cannot_be_had_names_alternatives(backend, message):
 def test_inputs_that_make_no_sense(backend, change, message):
     good = {"q_BHTE": Q, "k_BKSE": K, "v_BKSE": V, "pos": POS, "theta_HN": THETA, "scale": 0.3}
     chosen = choose(backend, POS, device_type="cpu", dtype=torch.float32)
-    chosen(**good)
+    chosen(Call(**good))
     with pytest.raises(AttentionError, match=message):
-        chosen(**(good | change))
+        chosen(Call(**(good | change)))
 
 
 @pytest.mark.parametrize("version,major,serves", [

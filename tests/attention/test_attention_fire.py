@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megatron.attention import AttentionError, attend, choose
+from megatron.attention import AttentionError, Call, attend, choose
 from megatron.positional import load
 from tests.attention.test_attention_terms import STARTS, B, E, H, T, decay, inputs
 
@@ -58,7 +58,8 @@ def test_blocked_has_the_values_and_gradients_of_eager(name, case, queries):
         theta = theta_of(pos)
         chosen = choose(backend, pos, device_type="cpu", dtype=q.dtype, masked=True)
         offset = T - queries
-        out = chosen(q[:, :, offset:], k, v, pos, theta, scale=0.4, query_offset=offset, **options)
+        q_end, more = q[:, :, offset:], {"query_offset": offset, **options}
+        out = chosen(Call(q_end, k, v, pos, theta, scale=0.4, **more))
         results.append([out, *torch.autograd.grad(out.square().sum(), (q, k, v, theta))])
     torch.testing.assert_close(*results, rtol=1e-11, atol=1e-12)
 

@@ -83,6 +83,5 @@ def test_an_evaluation_in_inference_mode_may_come_first():
 def test_what_is_looked_up_is_not_copied_three_stages_ahead(size, stages):
     options = {f"{key}_num_stages": value for key, value in stages.items()}
     assert flex.kernel_options(load("rpe"), size) == options
-    assert flex.table_options(load("kerple_log"), size) == options
     assert flex.kernel_options(load("kerple_log"), size) is None
     assert flex.kernel_options(load("none"), size) is None

@@ -12,7 +12,7 @@ import re
 import pytest
 import torch
 
-from megatron.attention import AttentionError, choose
+from megatron.attention import AttentionError, Call, choose
 from megatron.attention.choice import BACKENDS
 from megatron.kernels import device
 from megatron.positional import load
@@ -117,7 +117,7 @@ def test_what_is_served_is_right(name, backend):
                 ),
             ):
                 mine = [to(x).requires_grad_(training) for x in inputs]
-                out = function(*mine[:3], pos, *mine[3:], scale=0.35)
+                out = function(Call(*mine[:3], pos, *mine[3:], scale=0.35))
                 grads = torch.autograd.grad(out.square().sum(), mine) if training else []
                 results.append([out, *grads])
             for got, exact in zip(*results, strict=True):
@@ -139,11 +139,12 @@ def test_offsets_later_keys_and_shared_key_heads(name, backend):
     for queries in (q, q[:, :, :1]):
         chosen = choose(backend, pos, dtype=torch.float32, **use)
         with torch.no_grad():
-            got = chosen(queries, k, v, pos, *theta, scale=0.35, query_offset=7)
+            got = chosen(Call(queries, k, v, pos, *theta, scale=0.35, query_offset=7))
         repeated = [x.double().repeat_interleave(2, dim=1) for x in (k, v)]
         eager = choose("eager", pos, dtype=torch.float64, **use)
         exact = [x.double() for x in theta]
-        out = eager(queries.double(), *repeated, pos, *exact, scale=0.35, query_offset=7)
+        call = Call(queries.double(), *repeated, pos, *exact, scale=0.35, query_offset=7)
+        out = eager(call)
         assert (got - out).abs().max() < 1e-5
 
 
@@ -153,19 +154,19 @@ def test_a_choice_holds_for_the_use_it_was_made_for():
     theta = pos.initial_theta(2).requires_grad_()
     chosen = choose("sdpa", pos, device_type="cpu", dtype=torch.float32, training=False)
     with torch.no_grad():
-        chosen(q, k, v, pos, theta, scale=0.3)
+        chosen(Call(q, k, v, pos, theta, scale=0.3))
     with pytest.raises(AttentionError, match="memory quadratic in the length to train"):
-        chosen(q, k, v, pos, theta, scale=0.3)
+        chosen(Call(q, k, v, pos, theta, scale=0.3))
     flex = choose("flex", pos, device_type="cpu", dtype=torch.float32, training=False)
     with torch.no_grad(), pytest.raises(AttentionError, match="attention_dropout must be 0"):
-        flex(q, k, v, pos, theta, scale=0.3, dropout_p=0.1)
+        flex(Call(q, k, v, pos, theta, scale=0.3, dropout_p=0.1))
     with pytest.raises(AttentionError, match="no backward pass on a CPU"):
-        flex(q, k, v, pos, theta, scale=0.3)
+        flex(Call(q, k, v, pos, theta, scale=0.3))
     fused = choose("fused", pos, device_type="cpu", dtype=torch.float32)  # in the interpreter
     with pytest.raises(AttentionError, match="does not serve torch.float64"):
-        fused(q.double(), k.double(), v.double(), pos, theta.double(), scale=0.3)
+        fused(Call(q.double(), k.double(), v.double(), pos, theta.double(), scale=0.3))
     with pytest.raises(AttentionError, match="head sizes up to 256, not 300"):
-        fused(*torch.randn(3, 1, 2, T, 300), pos, theta, scale=0.3)
+        fused(Call(*torch.randn(3, 1, 2, T, 300), pos, theta, scale=0.3))
 
 
 @pytest.mark.parametrize(

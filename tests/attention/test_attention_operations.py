@@ -9,7 +9,7 @@ import torch
 from torch._dynamo.exc import Unsupported
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megatron.attention import AttentionError, attend, blocked, choose, fused, operations
+from megatron.attention import AttentionError, Call, attend, blocked, choose, fused, operations
 from megatron.model import GPT, BlockShape, Documents, GPTShape, LayerAttention, Plan
 from megatron.positional import PositionalEmbedding, ThetaParameter, load
 from tests.helpers.terms import Case
@@ -202,7 +202,7 @@ def test_what_is_refused_is_refused_while_compiling():
     chosen, theta = choose("fused", pos, device_type="cpu", dtype=torch.float32), torch.ones(2, 2)
     for function in (
         lambda q: attend(q, q, q, pos, theta, scale=0.3, backend="fused"),
-        lambda q: chosen(q, q, q, pos, theta, scale=0.3),
+        lambda q: chosen(Call(q, q, q, pos, theta, scale=0.3)),
     ):
         with pytest.raises(RuntimeError, match="AttentionError.* does not serve torch.float64"):
             torch.compile(function, backend="aot_eager")(q)

@@ -10,7 +10,7 @@ import math
 import pytest
 import torch
 
-from megatron.attention import AttentionError, attend, choose
+from megatron.attention import AttentionError, Call, attend, choose
 from megatron.positional import load
 
 B, H, T, E = 2, 2, 9, 4
@@ -153,4 +153,4 @@ def test_wrong_terms_are_refused():
         attend(q, k, v, load("forget_gate"), **use)
     use = {"device_type": "cpu", "dtype": torch.float32, "training": False}
     chosen = choose("eager", pos, **use)
-    assert math.isfinite(chosen(q, k, v, pos, scale=1.0, window=2).sum())
+    assert math.isfinite(chosen(Call(q, k, v, pos, scale=1.0, window=2)).sum())

@@ -11,6 +11,7 @@ from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 from megatron.attention import (
     AttentionError,
+    Call,
     attend,
     choose,
     direct_call,
@@ -121,7 +122,7 @@ def test_a_rotary_term_rotates(name):
     theta = pos.initial_theta(4).double() if pos.parameters else None
     rotated = pos.rotate(q, k)
     expected = choose("eager", pos, device_type="cpu", dtype=q.dtype)(
-        *rotated, v, pos, theta, scale=8**-0.5
+        Call(*rotated, v, pos, theta, scale=8**-0.5)
     )
     got = attend(q, k, v, pos, theta)
     torch.testing.assert_close(got, expected)
@@ -179,7 +180,7 @@ def test_arguments_of_another_kind():
 
 @pytest.mark.parametrize("name", [*direct_call.HERE, "windows"])
 def test_arguments_of_other_functions(name):
-    hint = direct_call.HERE.get(name, "see help(attend)")
+    hint = direct_call.HERE.get(name, "did you mean window? see help(attend)")
     with pytest.raises(TypeError, match=re.escape(f"attend has no argument {name}: {hint}")):
         attend(*inputs(), KERPLE, KERPLE.initial_theta(4), **{name: None})
 
@@ -272,10 +273,11 @@ def test_transforms_of_torch_func():
 def test_the_documented_model_learns():
     """The code of docs/own_code.md runs as it stands, and the model copies."""
     page = (ROOT / "docs" / "own_code.md").read_text()
-    first, second, third = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    first, ways, second, third = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
     found: dict = {}
     exec(first, found)
     assert found["theta"].grad.abs().min() > 0
+    exec(ways, found)
     exec(third, found)
     q, k, v, theta, memory_k, memory_v = (
         found[name].double() for name in ("q", "k", "v", "theta", "memory_k", "memory_v")

@@ -82,9 +82,9 @@ def hidden_states(groups, layout):
     attention = model.layers[1].attention
     attend = attention.attend
 
-    def spy(*args, **kwargs):
-        heads.append((args[0].shape, args[4]))
-        return attend(*args, **kwargs)
+    def spy(call):
+        heads.append((call.q_BHTE.shape, call.theta_HN))
+        return attend(call)
 
     attention.attend = spy
     model.eval()(torch.ones(1, 12, dtype=torch.long))

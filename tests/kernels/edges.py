@@ -8,7 +8,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megatron.attention import AttentionError, attend, choose
+from megatron.attention import AttentionError, Call, attend, choose
 from megatron.positional import bounds, load, names
 from tests.helpers.embeddings import ALIKE
 from tests.kernels.cases import DEVICE, LENGTH, SIZE, TOLERANCE, assert_close, check, make
@@ -150,7 +150,7 @@ class EdgeCases:
         chosen = choose("fused", case.pos, device_type=DEVICE, dtype=torch.float32, head_size=SIZE)
 
         def function(q, k, v, theta):
-            return (chosen(q * 2, k, v, case.pos, theta, scale=0.35) + 1) * 3
+            return (chosen(Call(q * 2, k, v, case.pos, theta, scale=0.35)) + 1) * 3
 
         def compiler(graph, inputs):
             seen.append(str(graph.graph))

@@ -48,10 +48,11 @@ def launches(monkeypatch) -> Iterator[list[tuple]]:
         if not isinstance(function, JITFunction):  # but one of Triton's interpreter
             function = JITFunction(function.fn, **function.kwargs)
         monkeypatch.setitem(compiled_variants.PASSES, name, function)
-    monkeypatch.setattr(compiled_variants, "VARIANTS", {})
+    variant_of.cache_clear()
     with launch_time.without_a_gpu():
         yield found
     cache_launches(False)
+    variant_of.cache_clear()
 
 
 embedding = cache(load)  # another object has other device functions
@@ -63,10 +64,9 @@ def tensor(dtype: torch.dtype, place: int) -> torch.Tensor:
 
 def kernel(which: str) -> Variant:
     """Return a Triton kernel without the tensors of sinks, documents, windows and decay."""
-    needed = [name not in TENSORS for name in order(which)[0]]
-    pointers = [STORAGE[torch.float32] if x else None for x in needed]
+    needed = tuple(name for name in order(which)[0] if name not in TENSORS)
     functions, _ = functions_of(embedding("rpe" if which == "table" else "kerple_log"))
-    return variant_of(which, functions, Tile(16, 16, 4, 1), 16, pointers, dropout=False, theta=True)
+    return variant_of(which, functions, Tile(16, 16, 4, 1), 16, needed, dropout=False, theta=True)
 
 
 def start(which: str, arguments: dict[str, Any], *, cached: bool) -> None:

@@ -290,4 +290,5 @@ def test_equal_formulas_have_equal_sources():
 def test_what_has_no_counterpart_is_named():
     d, x = sympy.Symbol("d", nonnegative=True), sympy.Symbol("x", positive=True)
     with pytest.raises(NotExpressible, match="erf has no counterpart"):
-        device_functions("error", -x * sympy.erf(d), None, d, (x,))
+        formula = lowering.Formula(-x * sympy.erf(d), None, d, (x,), sympy.Symbol("i"))
+        device_functions("error", formula)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megatron.attention import attend, choose
+from megatron.attention import Call, attend, choose
 from megatron.kernels import launch
 from megatron.model.cache import LayerCache
 from megatron.positional import load
@@ -121,11 +121,11 @@ def test_a_cache_with_padding_reaches_the_parts():
             k, v = (torch.randn(2, 1, count, 16, generator=generator).to(DEVICE) for _ in "kv")
             kept = cache.extend(k, v, None)
         q = torch.randn(2, 4, 1, 16, generator=generator).to(DEVICE)
-        call = (q, kept.k_BKSE, kept.v_BKSE, pos, theta)
         options = {"starts_BS": kept.starts_BS, "query_offset": kept.query_offset, "scale": 0.25}
+        call = Call(q, kept.k_BKSE, kept.v_BKSE, pos, theta, **options, window=window)
         launch.LAUNCHES.clear()
         with torch.no_grad():
-            got = fused(*call, **options, window=window)
-            exact = eager(*call, **options, window=window)
+            got = fused(call)
+            exact = eager(call)
         assert launch.LAUNCHES == DECODES
         assert error(got, exact.double()) <= 5e-6

@@ -38,8 +38,9 @@ def test_bounds_of_no_parameters():
 
 
 def test_a_combination_needs_a_term():
-    with pytest.raises(PositionalError, match="a combination needs at least one embedding"):
-        Combination([])
+    for wrong in ([], load("rotary"), ["rotary", "kerple_log"], "rotary + kerple_log"):
+        with pytest.raises(PositionalError, match=r"write a list of embeddings: Combination\(\[lo"):
+            Combination(wrong)  # pyright: ignore[reportArgumentType]
 
 
 @pytest.mark.parametrize("name", ["base", "__init__", "kerple_log.py", "../positional/alibi", ""])

@@ -14,6 +14,7 @@ from benchmarks.host import launch_time
 from benchmarks.trial import measurements
 from benchmarks.trial.goals import page, rows
 from benchmarks.trial.measurements import Trial
+from megatron.kernels import launch
 from tests.helpers.paths import ROOT
 from tools import gpu_trial
 
@@ -167,15 +168,15 @@ def trial(tmp_path):
 
 def test_the_parts_in_order_of_worth(trial):
     parts = [list(part) for part in trial.parts()]
-    assert [len(part) for part in parts] == [20, 16, 3, 1, 14]
+    assert [len(part) for part in parts] == [20, 16, 3, 2, 14]
     assert parts[0][0] == "correctness, kerple_log, bf16, head size 64"
     assert parts[1][:2] == [
         "attention, length 512, sdpa flash",
         "attention, length 2048, sdpa flash",
     ]
     results = {name: {"why": "x", "on": "here"} for part in parts for name in part}
-    assert page(list(results), results, "here").count("| - | x | - |") == 54
-    assert page(list(results), results, "there").count("| - | not measured | - |") == 54
+    assert page(list(results), results, "here").count("| - | x | - |") == 55
+    assert page(list(results), results, "there").count("| - | not measured | - |") == 55
 
 
 def test_attention_and_tiles_in_the_interpreter(trial):
@@ -195,6 +196,14 @@ def test_attention_and_tiles_in_the_interpreter(trial):
             None,
         )
     ]
+
+
+def test_decoding_in_the_interpreter(trial):
+    launch.LAUNCHES.clear()
+    _, _, _, launches, _ = trial.parts()
+    ((what, goal, value, met),) = rows(name := "decoding, 16384 keys", launches[name]())
+    assert (what, goal) == (f"{name}, us", "<= 20") and float(value) > 20 and met is False
+    assert launch.LAUNCHES == {"decode": 1, "merge": 1}
 
 
 def test_commands_of_the_other_benchmarks(trial, monkeypatch, tmp_path):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
@@ -19,10 +18,6 @@ HEADS, DISTANCES, FURTHER = 3, (0.0, 1.0, 2.0, 7.0, 100.0), (3.0, 700.0, 40.0, 1
 
 class Unreadable(ValueError):
     """A torch function cannot be translated to a sympy expression. The message says why."""
-
-
-class Columns(tuple):
-    """Some parameters of an embedding, as sympy symbols."""
 
 
 class Reader:
@@ -57,9 +52,10 @@ class Reader:
             except Exception as error:  # a formula may do anything, and torch has no common error
                 raise Unreadable(f"it cannot be traced: {error}") from error
         # The value of a node of the graph is a sympy expression (the same for all heads and
-        # distances), `Columns`, a list of expressions, or a plain Python value.
+        # distances), a tensor of indices of theta's columns, several of these, or a plain value.
         values: dict[Any, Any] = {}
-        inputs = iter((Columns(self.theta), self.distance, self.position))
+        columns = torch.arange(len(self.theta)).expand(HEADS, -1)
+        inputs = iter((columns, self.distance, self.position))
         for node in graph.graph.nodes:
             if node.op == "placeholder":
                 values[node] = next(inputs)
@@ -82,38 +78,28 @@ class Reader:
 
         if isinstance(value, int | float):
             return exact(value)
-        if isinstance(value, Columns) and len(value) == 1:
-            return value[0]
+        if isinstance(value, Tensor) and len(found := self.columns(value)) == 1:
+            return found[0]
         if isinstance(value, sympy.Expr):
             return value
         raise Unreadable("it uses theta as a whole, not column by column")
+
+    def columns(self, indices: Tensor) -> list[Any]:
+        """Return the symbols of the columns of theta that a tensor of indices names."""
+        return [self.theta[int(n)] for n in indices.unique()]
 
     def operation(self, target: Any, args: list, kwargs: dict) -> Any:
         """Translate one torch operation, and return its result."""
         name = getattr(target, "__name__", str(target)).split(".")[0]
         name = name.removeprefix("logical_").removeprefix("bitwise_")
+        if isinstance(args[0], Tensor | tuple | list) and name in SAME | PARTS:
+            return target(*args, **kwargs)
         if name in SAME:
             return args[0]
-        if name == "getitem" and isinstance(args[0], list):
-            return args[0][args[1]]
-        if isinstance(args[0], Columns):
-            columns, *where = args
-            if name == "unbind" and where == [1]:
-                return list(columns)
-            if name == "select" and where[0] == 1:
-                return columns[where[1]]
-            if name in ("split", "split_with_sizes") and where[1:] == [1]:
-                sizes = [where[0]] * len(columns) if name == "split" else where[0]
-                ends = list(itertools.accumulate(sizes))
-                pairs = zip([0, *ends], ends, strict=False)
-                return [Columns(columns[first:end]) for first, end in pairs]
-            if name == "slice" and where[:1] == [1]:
-                return Columns(columns[slice(*where[1:])])
-            if name == "slice" and (not where or where[1] == 0 and where[2] > 1 << 31):
-                return columns  # all heads
         table = elementary()
-        if name == "hidden_layer" and all(isinstance(each, Columns) for each in args[1:]):
-            return table[name](self.scalar(args[0]), *(x for each in args[1:] for x in each))
+        if name == "hidden_layer" and all(isinstance(each, Tensor) for each in args[1:]):
+            units = (x for each in args[1:] for x in self.columns(each))
+            return table[name](self.scalar(args[0]), *units)
         if name not in table:
             raise Unreadable(f"the operation {name} has no place in an expression of d and theta")
         if name in ("add", "sub") and kwargs.get("alpha", 1) != 1:
@@ -123,6 +109,7 @@ class Reader:
         return table[name](*(None if arg is None else self.scalar(arg) for arg in args))
 
 
+PARTS = {"getitem", "unbind", "select", "split", "split_with_sizes", "slice"}
 SAME = {"_to_copy", "view", "_unsafe_view", "reshape", "unsqueeze", "expand", "clone", "detach",
         "alias", "contiguous", "to", "lift_fresh_copy"}  # fmt: skip
 

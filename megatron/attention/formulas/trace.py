@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
@@ -34,34 +33,9 @@ if TYPE_CHECKING:
     import sympy
 
     from megatron.kernels.device_functions import DeviceFunctions
+    from megatron.kernels.lowering import Formula
 
 PROBES = (0.0, 1.0, 3.0, 17.0, 250.0, 4099.0)
-
-
-@dataclass(frozen=True)
-class Formula:
-    """The bias and the weight of a positional embedding, as sympy expressions.
-
-    A logit is weight * s + bias, where s is the scaled query-key product.
-
-    Attributes:
-        bias: The bias. None means 0.
-        weight: The weight. None means 1.
-        distance: The symbol of the query-key distance.
-        theta: The symbols of the embedding's parameters.
-        position: The symbol of the query's position.
-    """
-
-    bias: sympy.Expr | None
-    weight: sympy.Expr | None
-    distance: sympy.Symbol
-    theta: tuple[sympy.Symbol, ...]
-    position: sympy.Symbol
-
-    @property
-    def arguments(self) -> tuple[sympy.Symbol, ...]:
-        """The symbols in the formula: the distance, the query's position and the parameters."""
-        return self.distance, self.position, *self.theta
 
 
 @lru_cache(maxsize=64)
@@ -73,11 +47,16 @@ def read(pos: PositionalEmbedding) -> Formula:
     """
     import sympy
 
+    from megatron.kernels.lowering import Formula
+
     distance, position = (sympy.Symbol(name, nonnegative=True) for name in ("d", "i"))
     if not (pos.has("distance") or pos.has("temperature")):
         return Formula(None, None, distance, (), position)
     theta = tuple(
-        sympy.Symbol(f"theta_{n}", **assumed(column.low)) for n, column in enumerate(pos.parameters)
+        sympy.Symbol(
+            f"theta_{n}", real=True, positive=low > 0 or None, nonnegative=low >= 0 or None
+        )
+        for n, low in enumerate(parameter.low for parameter in pos.parameters)
     )
     reader = Reader(distance, theta, position)
     # Not in the caller's modes: the default device of a plan is meta, which has no values.
@@ -93,13 +72,6 @@ def parts_of(pos: PositionalEmbedding) -> tuple[Callable[..., Tensor | None], ..
     """Return two torch functions, which compute the embedding's bias and weight."""
     # Both take theta, the distances and the positions. Both may return None.
     return pos.bias_at, pos.weight_at
-
-
-def assumed(low: float) -> dict[str, bool]:
-    """Return sympy's assumptions about a parameter >= `low`, such as {"positive": True}."""
-    if low < 0:
-        return {"real": True}
-    return {"positive": True} if low > 0 else {"nonnegative": True}
 
 
 def confirm(pos: PositionalEmbedding, formula: Formula) -> None:

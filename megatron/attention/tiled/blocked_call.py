@@ -91,14 +91,9 @@ class BlockedCall:
         """Return a buffer for the attention probabilities, or None if it would be too large."""
         # With a factor w, the backward pass computes the query-key products again anyway. With a
         # sink, it also needs the sink's softmax weights.
-        size = self.tiles[-1].start + self.tiles[-1].size
-        if (
-            self.weight is not None
-            or self.sink is not None
-            or size > KEPT_SHARE * 4 * self.q_NTE.numel()
-        ):
-            return None
-        return self.q_NTE.new_empty(size)
+        size, plain = self.tiles[-1].start + self.tiles[-1].size, (self.weight or self.sink) is None
+        small = size <= KEPT_SHARE * 4 * self.q_NTE.numel()
+        return self.q_NTE.new_empty(size) if plain and small else None
 
     def allocate(self, count: int) -> list[Tensor]:
         """Allocate buffers, each large enough for the scores of any tile."""
@@ -222,15 +217,12 @@ class BlockedCall:
             raw_mRn = more[0] if self.weight is not None else None
             if kept is None:
                 self.probabilities(tile, probs_mRn, raw_mRn)
-            if dropping:
-                mask_mRn = self.dropout_mask(tile, more[-1])
-                torch.mul(probs_mRn, mask_mRn, out=ds_mRn)
-                dv_mnE += self.product(ds_mRn.mT, grad_mRE)
-                torch.bmm(grad_mRE, v_mnE.mT, out=ds_mRn)
+            mask_mRn = self.dropout_mask(tile, more[-1]) if dropping else None
+            weights = probs_mRn if mask_mRn is None else torch.mul(probs_mRn, mask_mRn, out=ds_mRn)
+            dv_mnE += self.product(weights.mT, grad_mRE)
+            torch.bmm(grad_mRE, v_mnE.mT, out=ds_mRn)
+            if mask_mRn is not None:
                 ds_mRn *= mask_mRn
-            else:
-                dv_mnE += self.product(probs_mRn.mT, grad_mRE)
-                torch.bmm(grad_mRE, v_mnE.mT, out=ds_mRn)
             self._softmax_backward(tile, probs_mRn, ds_mRn, *more)
             if db_HS is not None:
                 add_diagonal_sums(db_HS[tile.heads], ds_mRn.view(tile.shape))

@@ -10,9 +10,9 @@ null key: there it finds the same at each query, so it says nothing about the te
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from itertools import count
-from typing import Any
 
 import numpy as np
 import torch
@@ -86,22 +86,21 @@ def _layer(documents: np.ndarray, numbers_nHX: np.ndarray, layer: int) -> Measur
     return Measure(f"heads_layer{layer}", title, SHARE, says, rows)
 
 
-def _watch(
-    attend: Callable[..., Tensor], numbers: list[Tensor], q_BHTE: Tensor, k_BKSE: Tensor,
-    v_BKSE: Tensor, pos: Any, theta_HN: Tensor | None = None, **given: Any,
-) -> Tensor:  # fmt: skip
+def _watch(attend: Callable[[Call], Tensor], numbers: list[Tensor], call: Call) -> Tensor:
     """Call an attention function on one sequence, and append statistics to `numbers`."""
     # The statistics are a tensor [H heads, 2 + bins]: the attention to the first token and to a
     # sink's null key, the entropy in nats, and the attention in each bin of distances.
+    q_BHTE, k_BKSE, positions_BT = call.q_BHTE, call.k_BKSE, call.positions_BT
     size = k_BKSE.shape[2]
     start = max(0, size - QUERIES)
     # Attention to values that are the unit vectors gives the probabilities themselves.
     eye_BKSS = torch.eye(size, device=q_BHTE.device).expand(1, k_BKSE.shape[1], size, size)
-    last = given | {"query_offset": start, "dropout_p": 0.0}
-    if (positions_BT := given.get("positions_BT")) is not None:
-        last["positions_BT"] = positions_BT[:, start:]
-    call = Call(q_BHTE[:, :, start:].float(), k_BKSE.float(), eye_BKSS, pos, theta_HN, **last)
-    p_HTS = computed(named("eager", pos), call)[0]
+    last = replace(
+        call, q_BHTE=q_BHTE[:, :, start:].float(), k_BKSE=k_BKSE.float(), v_BKSE=eye_BKSS,
+        query_offset=start, dropout_p=0.0,
+        positions_BT=None if positions_BT is None else positions_BT[:, start:],
+    )  # fmt: skip
+    p_HTS = computed(named("eager", call.pos), last)[0]
     first_H = (p_HTS[..., 0] + 1 - p_HTS.sum(-1)).mean(-1)
     keys_S = torch.arange(size, device=p_HTS.device)
     back_TS = (torch.arange(start, size, device=p_HTS.device)[:, None] - keys_S + 1).clamp(min=1)
@@ -110,4 +109,4 @@ def _watch(
     numbers.append(
         torch.stack((first_H, torch.special.entr(p_HTS).sum(-1).mean(-1), *mass), -1).double()
     )
-    return attend(q_BHTE, k_BKSE, v_BKSE, pos, theta_HN, **given)
+    return attend(call)

@@ -123,6 +123,76 @@ def test_a_formula_without_parameters_in_one_graph():
     torch.testing.assert_close(compiled(q), attend(q, k, v, pos))
 
 
+def test_positions_that_nothing_reads():
+    q, k, v = inputs()
+    positions = 300 * torch.arange(16).expand(2, -1)
+    for name in ("kerple_log", "none", "sink + alibi", "sinusoidal"):
+        pos = load(name)
+        theta = pos.initial_theta(4)
+        with pytest.raises(
+            AttentionError, match=r"does not read positions_BT.* leave positions_BT"
+        ):
+            attend(q, k, v, pos, theta, positions_BT=positions)
+    for name in ("rotary + kerple_log", "log_n", "fire"):
+        pos = load(name)
+        theta = pos.initial_theta(4).double()
+        moved = attend(q, k, v, pos, theta, positions_BT=positions)
+        assert not torch.allclose(moved, attend(q, k, v, pos, theta)), name
+        with pytest.raises(
+            AttentionError, match="positions_BT must be int32 or int64, not torch.f"
+        ):
+            attend(q, k, v, pos, theta, positions_BT=positions.double())
+
+
+def test_a_decay_works_with_every_embedding():
+    q, k, v = inputs()
+    theta, gate = (
+        load("kerple_log").initial_theta(4).double(),
+        torch.randn(2, 4, 16, dtype=torch.float64),
+    )
+    with pytest.raises(AttentionError, match=r"needs decay_BHS: write decay_BHS=pos.decay\(gate\)"):
+        attend(q, k, v, load("kerple_log + forget_gate"), theta)
+    decay = load("forget_gate").decay(gate)
+    p, a = theta.T[:, :, None, None]
+    bias = -p * torch.log1p(a * distances()) + decay[..., None] - decay[:, :, None]
+    expected = written_out(q, k, v, bias)
+    for pos in (load("kerple_log"), load("kerple_log + forget_gate")):
+        torch.testing.assert_close(attend(q, k, v, pos, theta, decay_BHS=decay), expected)
+
+
+class Whole(Raw):
+    def bias(self, theta_HN, d):
+        return -theta_HN[:, 0] * d
+
+
+def test_theta_without_columns_is_explained():
+    with pytest.raises(AttentionError, match=r"Whole.bias: .* self.columns\(theta_HN, d\) gives d"):
+        attend(*inputs(), Whole(), torch.ones(4, 1))
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        ThetaParameter("a"),  # the comma of a tuple is missing
+        ("a", "b"),
+        (ThetaParameter("a"), ThetaParameter("b"), ThetaParameter("a")),
+    ],
+)
+def test_parameters_without_names_of_their_own(given):
+    with pytest.raises(ValueError, match=r"Wrong: write parameters = \(ThetaPara.* name of its"):
+        type("Wrong", (Raw,), {"parameters": given})
+
+
+def test_bounds_in_another_order():
+    with pytest.raises(ValueError, match="^a: low must not be greater than high: low=2, high=1$"):
+        ThetaParameter("a", low=2.0, high=1.0)
+    with pytest.raises(ValueError, match="low=nan"):
+        ThetaParameter("a", low=float("nan"))
+    fixed = ThetaParameter("a", low=2.0, high=2.0)
+    made = type("Constant", (Raw,), {"parameters": [fixed]})()
+    assert made.initial_theta(3).tolist() == [[2.0]] * 3
+
+
 def test_missing_and_undeclared_parameters():
     q, k, v = inputs()
     with pytest.raises(AttentionError, match=r"got \[4, 1\]; declare parameters = \(Th"):

@@ -48,10 +48,10 @@ def test_the_numbers_are_those_of_the_formulas():
     tokens = torch.as_tensor(SHORT.sequences_nT[:, :64])
     attend, seen = block.attention.attend, []
     watched = vars(block.attention)
-    watched["attend"] = lambda *given, **keys: seen.append(given) or attend(*given, **keys)
+    watched["attend"] = lambda call: seen.append(call) or attend(call)
     model(tokens)
     watched["attend"] = attend
-    q, k = seen[0][:2]
+    q, k = seen[0].q_BHTE, seen[0].k_BKSE
     back = torch.arange(64)[:, None] - torch.arange(64) + 1
     slopes = torch.tensor([2.0 ** -(2 * (head + 1)) for head in range(4)])
     scores = q @ k.repeat_interleave(2, 1).mT / 8**0.5 - slopes[:, None, None] * (back - 1)
