@@ -23,7 +23,6 @@ from tools.experiments.claims import Verdict, significant
 from tools.experiments.grid import Grid, filled
 from tools.experiments.grid_pictures import by_length
 from tools.experiments.moved_theta import VALUES
-from tools.experiments.report_head import Head
 from tools.experiments.results import CURVES, GAINS, Frame
 
 if TYPE_CHECKING:
@@ -124,7 +123,7 @@ def sections(
 
 def write(
     out: Path,
-    head: Head,
+    head: Mapping[str, str],
     found: Sequence[Section],
     verdicts: Sequence[Verdict],
     remarks: Sequence[str],
@@ -136,7 +135,7 @@ def write(
     `by_length*.svg`, and the CSV files in `tables`. Return the paths of all files except the plots.
 
     Args:
-        title: The title of the report.
+        head: What `report_head.head_of` returns.
         found: The sections of the report.
         verdicts: The verdicts on claims.
         remarks: Remarks for the reader.
@@ -148,7 +147,7 @@ def write(
     # The files are `report.html`, `tables.md`, `tables.tex`, `verdicts.csv`, `by_length*.png`, and
     # the CSV files in `tables`.
     out.mkdir(parents=True, exist_ok=True)
-    markdown, latex = [f"# {head.title}"], []
+    markdown, latex = [f"# {head['title']}"], []
     for each in found:
         markdown += [f"## {each.title}", _markdown(each.table), each.note + "."]
         markdown += [_markdown(each.moved), MOVED_NOTE] if len(each.moved) else []
@@ -243,8 +242,9 @@ def _markdown(table: Frame) -> str:
 
 
 def page(
-    head: Head, found: Sequence[Section], verdicts: Sequence[Verdict], remarks: Sequence[str]
-) -> str:
+    head: Mapping[str, str], found: Sequence[Section], verdicts: Sequence[Verdict],
+    remarks: Sequence[str],
+) -> str:  # fmt: skip
     import jinja2
 
     loader = jinja2.FileSystemLoader(Path(__file__).parent)
