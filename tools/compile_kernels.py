@@ -37,7 +37,7 @@ import re
 import sys
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import astuple
+from dataclasses import asdict, astuple
 from functools import lru_cache
 from itertools import product
 from pathlib import Path
@@ -193,13 +193,12 @@ def build(variant: Variant) -> Row:
             compiled = compile_kernel(source, target=target, options=options)
     cubin, scores = compiled.asm["cubin"], tile.M * (tile.M if variant.which == "table" else tile.N)
     registers, stack = resources(cubin)
+    special = round(special_functions(compiled.asm["ptx"]) * 32 * tile.warps / scores, 2)
     return Row(
-        *(triton.__version__, f"sm_{variant.target}", variant.kernel, variant.which),
-        *(variant.dtype, variant.head_size, int(variant.dropout), variant.group),
-        *(tile.M, tile.N, tile.warps, tile.stages),
-        *(registers, stack, compiled.metadata.shared, int("serialized" in notes.getvalue())),
-        round(special_functions(compiled.asm["ptx"]) * 32 * tile.warps / scores, 2),
-    )
+        **asdict(variant), **asdict(tile), triton=triton.__version__, registers=registers,
+        spilled=stack, shared=compiled.metadata.shared,
+        serialised=int("serialized" in notes.getvalue()), special_functions_per_score=special,
+    )  # fmt: skip
 
 
 def compile_all(wanted: list[Variant], jobs: int) -> Iterator[tuple[Variant, Row]]:
