@@ -58,7 +58,7 @@ def page(verdicts=(), remarks=()) -> str:
     moved = moved.assign(start=[], end=[], change=[], relative=[])
     found = pd.DataFrame(rows)
     parts = grid_report.sections(found, moved, "embedding", "perplexity", None, False, "models")
-    return grid_report.page(HEAD, parts, verdicts, remarks)
+    return grid_report.page("html", HEAD, parts, verdicts, remarks)
 
 
 def test_verdicts_come_first_and_the_commands_last():
