@@ -34,7 +34,7 @@ def score(
         tasks: Names of tasks, groups or tags, patterns such as `lambada*`, or paths of YAML files.
         include_path: A folder with the YAML files of more tasks, or None.
         max_length: The maximum number of tokens in the model's input. None means the model's own
-            maximum.
+            maximum (`longest_context`).
         batch_size: The number of texts in a forward pass.
         seed: The seed of the few-shot examples and of generated texts.
         write: The JSON file for the results, or None.
@@ -45,7 +45,6 @@ def score(
         CheckpointError: `load` holds no checkpoint, or the checkpoint does not fit the config.
         DataError: A task does not exist or cannot be loaded.
     """
-    # The model's own maximum is the result of `longest_context`.
     # Must be called inside `harness_packages`. If `log_samples` is true, the questions and answers
     # of each task are written to a second file, whose name ends in `.samples.json`.
     with job_or_alone(config) as groups:
