@@ -95,9 +95,7 @@ def log_final_losses(data: JobData, engine: Engine, log: RunLog) -> None:
 def log_published_losses(data: JobData, engine: Engine, log: RunLog, step: int) -> None:
     """Log the losses that GPT-NeoX prints with `train_iters: 0`, on the batches that it would read.
 
-    The batches are those of the splits `valid` and `test`.
-
-    Every rank must call this function.
+    The batches are those of the splits `valid` and `test`. Every rank must call this function.
 
     Args:
         step: The number of optimizer steps that the model was trained for.
