@@ -9,6 +9,7 @@ import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib.machinery import ModuleSpec
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -19,30 +20,48 @@ NAMES = ("lm_eval", "evaluate")
 _OWN = (ROOT, ROOT / "tools")
 
 
+class _Elsewhere:
+    """An import finder that finds the installed packages lm_eval and evaluate."""
+
+    # It ignores the folder of our commands, which have the same names.
+
+    def find_spec(self, name: str, path: object = None, target: object = None) -> ModuleSpec | None:
+        if name not in NAMES:
+            return None
+        folders = [each for each in sys.path if Path(each).resolve() not in _OWN]
+        others = (finder for finder in sys.meta_path if finder is not self)
+        found = (finder.find_spec(name, folders) for finder in others)
+        spec = next((each for each in found if each), None)
+        if spec is None:
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+        return spec
+
+
 @contextmanager
 def harness_packages() -> Iterator[None]:
     """Let `import lm_eval` and `import evaluate` find the installed packages in the `with` block.
 
     Raises:
-        DataError: One of the packages is not installed.
+        DataError: The package lm_eval is not installed.
     """
-    own = {name: sys.modules.pop(name) for name in NAMES if _is_own(sys.modules.get(name))}
+    own = {name: sys.modules.pop(name) for name in NAMES if _is_own(name)}
     # `datasets` would report each data set that it opens, even one on this disk, to a server.
     os.environ.setdefault("HF_UPDATE_DOWNLOAD_COUNTS", "0")
-    before = [*sys.path]
-    sys.path.sort(key=lambda folder: Path(folder).resolve() in _OWN)  # those of commands, last
+    finder = _Elsewhere()
+    sys.meta_path.insert(0, finder)
     try:
-        for name in NAMES:
-            if not (found := find_spec(name)) or Path(str(found.origin)).parent in _OWN:
-                text = f"lm-evaluation-harness is not installed (no package {name})"
-                raise DataError(f"{text}; run pip install -r requirements-hub.txt")
+        try:
+            find_spec("lm_eval")
+        except ModuleNotFoundError:
+            text = "lm-evaluation-harness is not installed; run pip install -r requirements-hub.txt"
+            raise DataError(text) from None
         yield
     finally:
-        sys.path[:] = before
+        sys.meta_path.remove(finder)
         sys.modules.update(own)
 
 
-def _is_own(module: object) -> bool:
-    """Return whether an imported module is one of this project's commands."""
-    file = getattr(module, "__file__", None)
+def _is_own(name: str) -> bool:
+    """Return whether the imported module `name` is one of this project's commands."""
+    file = getattr(sys.modules.get(name), "__file__", None)
     return file is not None and Path(file).resolve().parent in _OWN
