@@ -128,8 +128,10 @@ def score_tasks(args, load, out, overrides):
     with harness_packages():
         from megatron.harness.score_tasks import score
 
-        tasks = config.evaluation.eval_tasks
-        score(config, load, tasks, include_path=args.include_path, write=path)
+        score(
+            config, load, config.evaluation.eval_tasks,
+            include_path=args.include_path, write=path, log_samples=False,
+        )  # fmt: skip
 
 
 if __name__ == "__main__":

@@ -66,7 +66,7 @@ def score(
             task_manager=manager,
             batch_size=batch_size,
             fewshot_random_seed=seed,
-            **{"log_samples": False} | asked,
+            **asked,
         )
         if groups.is_main:
             for column in [each for each in ("results", "groups") if each in results]:
