@@ -126,10 +126,12 @@ def score_tasks(args, load, out, overrides):
     from megatron.harness.installed_lm_eval import harness_packages
 
     with harness_packages():
-        from megatron.harness.score_tasks import ScoringOptions, score
+        from megatron.harness.score_tasks import score
 
-        options = ScoringOptions(config.evaluation.eval_tasks, args.include_path)
-        score(config, load, options, path)
+        score(
+            config, load, config.evaluation.eval_tasks,
+            include_path=args.include_path, write=path, log_samples=False,
+        )  # fmt: skip
 
 
 if __name__ == "__main__":

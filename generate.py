@@ -9,6 +9,7 @@ import json
 import os
 import sys
 from contextlib import redirect_stdout
+from dataclasses import fields
 from pathlib import Path
 
 from megatron import entry, launcher
@@ -44,26 +45,20 @@ def main() -> int:
         from megatron.generation.continue_prompts import GenerationOptions, generate
         from megatron.generation.sampling import Sampling
 
-        options = GenerationOptions(
-            lambda: asked(args),
-            args.max_new_tokens,
-            Sampling(args.temperature, args.top_k, args.top_p, args.min_p, args.repetition_penalty),
-            tuple(args.stop),
-            args.endless,
-            args.seed,
-            args.batch_size,
-            args.json,
-            args.num_samples,
-            args.interactive,
-        )
+        args.read_prompts, args.sampling = (lambda: asked(args)), named(Sampling, args)
         generate(
             config,
             args.load,
-            options,
+            named(GenerationOptions, args),
             lambda text: print(text, end="", file=out, flush=True),
             lambda text: print(text, file=sys.stderr, flush=True),
         )
     return 0
+
+
+def named(kind, args):
+    """Return an object of the dataclass `kind` with the values of the options of the same names."""
+    return kind(**{field.name: getattr(args, field.name) for field in fields(kind)})
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -77,7 +72,8 @@ def parse_arguments() -> argparse.Namespace:
     given.add_argument("--prompts", metavar="FILE", help=text)
     text = "ask for a prompt again and again; Ctrl-D ends"
     given.add_argument("--interactive", action="store_true", help=text)
-    add("--num-samples", type=number(int, 1), default=1, metavar="N", help="per prompt [1]")
+    text = "per prompt [1]"
+    add("--num-samples", type=number(int, 1), dest="samples", default=1, metavar="N", help=text)
     add("--max-new-tokens", type=number(int, 1), default=128, metavar="N", help="[128]")
     add("--temperature", type=number(float, 0.0), default=1.0, metavar="T", help="0: greedy [1]")
     add("--top-k", type=number(int, 1), metavar="K", help="only the K most likely tokens")
@@ -87,13 +83,15 @@ def parse_arguments() -> argparse.Namespace:
     add("--min-p", type=number(float, 0.0, 1.0), default=0.0, metavar="P", help=text)
     text = "divides positive logits of tokens that the text has, multiplies negative ones [1]"
     add("--repetition-penalty", type=number(float, 0.01), default=1.0, metavar="R", help=text)
-    add("--stop", action="append", default=[], metavar="TEXT", help="end before TEXT; repeatable")
+    text = "end before TEXT; repeatable"
+    add("--stop", action="append", dest="stops", default=[], metavar="TEXT", help=text)
     add("--endless", action="store_true", help="never choose the end-of-document token")
     add("--seed", type=int, default=0, help="of the random numbers [0]")
     add("--batch-size", type=number(int, 1), default=8, metavar="N", help="prompts at a time [8]")
-    add("--json", action="store_true", help="one JSON object per prompt and line")
+    text = "one JSON object per prompt and line"
+    add("--json", action="store_true", dest="as_json", help=text)
     args = parser.parse_intermixed_args()
-    if "" in args.stop:
+    if "" in args.stops:
         parser.error("--stop needs a text that is not empty")
     return args
 

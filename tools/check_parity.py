@@ -23,6 +23,7 @@ if no case could be checked, and 2 if the arguments are wrong.
 from __future__ import annotations
 
 import argparse
+import fnmatch
 import os
 import subprocess
 import sys
@@ -30,6 +31,7 @@ import traceback
 from collections.abc import Callable, Iterable, Iterator
 from functools import lru_cache, partial
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # more threads would slow the small cases down
@@ -40,6 +42,16 @@ if TYPE_CHECKING:
     from megatron.parallel.groups import Groups
 
 BACKENDS = ("auto", "fused", "blocked", "flex", "sdpa", "eager")
+CHECKS = {
+    ("probes.npz",): "kernel_cases:check_kernels",
+    ("lr_schedule.json",): "settings_cases:check_rates",
+    ("derived_args.json",): "settings_cases:check_derived",
+    ("*.jsonl",): "data_cases:check_corpora",
+    ("tokenizer_cases.json",): "data_cases:check_tokens",
+    ("index_and_samples.npz", "manifest.json"): "data_cases:check_samples",
+    ("batches.npz", "manifest.json"): "data_cases:check_iterators",
+}
+"""Maps the files that a case has to the function in `tests.parity` that checks the case."""
 Run = Callable[[], "Iterable[Result] | Result"]
 Case = tuple[str, Run]
 
@@ -111,12 +123,10 @@ def results_of(name: str, run: Run) -> Iterator[Result]:
 
 def cases(args: argparse.Namespace) -> Iterator[Case]:
     """Yield (name, function that runs the case) for each case in or below the given folders."""
-    for root in args.folders:
-        for top, folders, files in os.walk(root.resolve()):
-            folders.sort()
-            folder = Path(top)
-            relative = folder.relative_to(root.resolve().parent)
-            yield from cases_in(folder, str(relative), set(files), args)
+    for root in map(Path.resolve, args.folders):
+        for folder in [root, *sorted(path for path in root.rglob("*") if path.is_dir())]:
+            files = {path.name for path in folder.iterdir() if not path.is_dir()}
+            yield from cases_in(folder, str(folder.relative_to(root.parent)), files, args)
 
 
 def cases_in(folder: Path, name: str, files: set[str], args: argparse.Namespace) -> Iterator[Case]:
@@ -128,8 +138,6 @@ def cases_in(folder: Path, name: str, files: set[str], args: argparse.Namespace)
         files: The names of the files in `folder`, by which a case is recognised.
         args: The command line's arguments.
     """
-    # Modules are imported only for the cases that need them: data and model cases run without
-    # DeepSpeed.
     if {"manifest.json", "config.yml"} <= files:
         if not files & {"expected.npz", "curve.npz"}:
             lacks = Result(name, faults=["neither expected.npz nor curve.npz exists"])
@@ -137,40 +145,16 @@ def cases_in(folder: Path, name: str, files: set[str], args: argparse.Namespace)
         for number, backend in enumerate(args.backend):
             options = {"backend": backend, "device": args.device, "again": number > 0}
             yield name, partial(sharded_case, folder, name, files, args.tp, **options)
-    if "probes.npz" in files:
-        from tests.parity.kernel_cases import check_kernels
-
-        yield name, lambda: check_kernels(folder / "probes.npz", name)
-    if "lr_schedule.json" in files:
-        from tests.parity.settings_cases import check_rates
-
-        yield name, lambda: check_rates(folder / "lr_schedule.json", name)
-    if "derived_args.json" in files:
-        from tests.parity.settings_cases import check_derived
-
-        path = folder / "derived_args.json"
-        yield name, lambda: check_derived(path, name, args.configs)
-    yield from data_cases(folder, name, files)
+    for wanted, check in CHECKS.items():
+        if all(fnmatch.filter(files, each) for each in wanted):
+            given = {"configs": args.configs} if check.endswith("check_derived") else {}
+            yield name, partial(_check, check, folder, name, **given)
 
 
-def data_cases(folder: Path, name: str, files: set[str]) -> Iterator[Case]:
-    """Yield (name, function that runs the case) for each case in `folder` that compares data.
-
-    Args:
-        name: The name of the folder for the output.
-        files: The names of the files in `folder`.
-    """
-    from tests.parity import data_cases
-
-    if any(file.endswith(".jsonl") for file in files):
-        yield name, lambda: data_cases.check_corpora(folder, name)
-    if "tokenizer_cases.json" in files:
-        path = folder / "tokenizer_cases.json"
-        yield name, lambda: data_cases.check_tokens(path, f"{name} tokenizer")
-    if {"index_and_samples.npz", "manifest.json"} <= files:
-        yield name, lambda: data_cases.check_samples(folder, name)
-    if {"batches.npz", "manifest.json"} <= files:
-        yield name, lambda: data_cases.check_iterators(folder, name)
+def _check(check: str, *arguments: Any, **options: Any) -> Iterable[Result] | Result:
+    # Modules are imported only for the cases that need them: data and model cases run without
+    # DeepSpeed.
+    return resolve_name(f"tests.parity.{check}")(*arguments, **options)
 
 
 def sharded_case(

@@ -3,7 +3,6 @@
     python tools/compile_kernels.py                  # all variants -> tools/compiled_kernels.csv
     python tools/compile_kernels.py --only 'sm_90 .* bf16'    # only these; keep all other rows
     python tools/compile_kernels.py --changed        # only new variants and new tile sizes
-    python tools/compile_kernels.py --sample         # the variants that the tests compile
     python tools/compile_kernels.py --source kerple_log   # print generated code, compile nothing
 
 A variant is one pass (one Triton kernel) for one GPU architecture, dtype, head size and distance
@@ -38,7 +37,7 @@ import re
 import sys
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import astuple
+from dataclasses import asdict, astuple
 from functools import lru_cache
 from itertools import product
 from pathlib import Path
@@ -100,19 +99,10 @@ LISTED: Any = (
     (AMPERE_AND_HOPPER, GROUPED, ("bf16",), (80,), False, GROUP),
     (AMPERE_AND_HOPPER, GROUPED[:-1], ("bf16",), USUAL, True, GROUP),
 )
-SAMPLE: Any = (
-    ((90,), ("kerple_log", "rpe"), ("bf16",), (64,), False, 1),
-    ((90,), ("kerple_log",), ("bf16",), (128,), True, 1),
-    ((90,), ("kerple_power_add_mul",), ("fp16",), (128,), False, 1),
-    ((80,), ("kerple_log",), ("bf16",), (64,), False, 1),
-    ((86,), ("none",), ("fp32",), (16,), False, 1),
-    ((90,), ("kerple_log",), ("bf16",), USUAL, False, GROUP),
-    ((80,), ("kerple_log",), ("bf16",), (128,), False, GROUP),
-)
 
 
-def variants(sample: bool) -> Iterator[Variant]:
-    for *parts, dropout, group in SAMPLE if sample else LISTED:
+def variants() -> Iterator[Variant]:
+    for *parts, dropout, group in LISTED:
         for target, kernel, dtype, size in product(*parts):
             few = dtype == "bf16" and size in USUAL and not dropout
             for which in ALONE if group == 1 else GROUPS if few else GROUPS[:2]:
@@ -203,13 +193,12 @@ def build(variant: Variant) -> Row:
             compiled = compile_kernel(source, target=target, options=options)
     cubin, scores = compiled.asm["cubin"], tile.M * (tile.M if variant.which == "table" else tile.N)
     registers, stack = resources(cubin)
+    special = round(special_functions(compiled.asm["ptx"]) * 32 * tile.warps / scores, 2)
     return Row(
-        *(triton.__version__, f"sm_{variant.target}", variant.kernel, variant.which),
-        *(variant.dtype, variant.head_size, int(variant.dropout), variant.group),
-        *(tile.M, tile.N, tile.warps, tile.stages),
-        *(registers, stack, compiled.metadata.shared, int("serialized" in notes.getvalue())),
-        round(special_functions(compiled.asm["ptx"]) * 32 * tile.warps / scores, 2),
-    )
+        **asdict(variant), **asdict(tile), triton=triton.__version__, registers=registers,
+        spilled=stack, shared=compiled.metadata.shared,
+        serialised=int("serialized" in notes.getvalue()), special_functions_per_score=special,
+    )  # fmt: skip
 
 
 def compile_all(wanted: list[Variant], jobs: int) -> Iterator[tuple[Variant, Row]]:
@@ -222,15 +211,14 @@ def compile_all(wanted: list[Variant], jobs: int) -> Iterator[tuple[Variant, Row
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--sample", action="store_true", help="only a few variants")
     parser.add_argument("--only", default="", metavar="REGEX", help="compile only these names")
     parser.add_argument("--changed", action="store_true", help="keep the CSV's rows of these tiles")
-    parser.add_argument("--out", type=Path, help="CSV to write (all variants: the committed one)")
+    parser.add_argument("--out", type=Path, default=CSV, help="CSV to write")
     jobs = entry.number(int, 1)
     parser.add_argument("--jobs", type=jobs, default=os.cpu_count(), help="processes at a time")
     parser.add_argument("--source", metavar="POS_EMB", help="print its device functions and stop")
     args = parser.parse_args()
-    if args.out and not args.out.parent.is_dir():
+    if not args.out.parent.is_dir():
         parser.error(f"--out {args.out}: no such folder as {args.out.parent}; make it first")
     if args.source:
         try:
@@ -239,15 +227,13 @@ def main() -> int:
             parser.error(f"--source {args.source}: {error}")
         print(f"# {args.source}: {how}\n\n{functions.source}".rstrip())
         return 0
-    wanted = list(variants(args.sample))
+    wanted = list(variants())
     found = unchanged(read_rows(CSV), wanted) if args.changed or args.only else {}
     chosen = [variant for variant in wanted if re.search(args.only, variant.name)]
     missing = [variant for variant in chosen if not (args.changed and variant in found)]
-    out = args.out or (None if args.sample else CSV)
     for variant, row in compile_all(missing, args.jobs):  # written at once: it may be stopped
         found[variant] = row
-        if out:
-            write([found[variant] for variant in wanted if variant in found], out)
+        write([found[variant] for variant in wanted if variant in found], args.out)
     rows = [found[variant] for variant in wanted if variant in found]
     print(f"{len(missing)} kernels compiled\n{summary(rows)}", file=sys.stderr)
     return 1 if any(row.wrong for row in rows) else 0

@@ -4,7 +4,7 @@
 
 The newest checkpoint of the run folder RUN is written to the new folder DIR. DIR contains
 config.json, model.safetensors, the tokenizer's files and a model card, README.md. If none of
-the classes of transformers in `megatron/hub/classes.py` computes the same, DIR also contains the
+the classes of transformers in `megatron/hub/classes.yml` computes the same, DIR also contains the
 model's code, modeling_kerple.py. In any environment with torch and transformers,
 
     AutoModelForCausalLM.from_pretrained(DIR, trust_remote_code=True)

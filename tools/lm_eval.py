@@ -15,11 +15,15 @@ tasks that you trust.
 import argparse
 import sys
 from contextlib import redirect_stdout
-from dataclasses import fields
+from functools import partial
 from pathlib import Path
 
 from megatron import entry, launcher
 from megatron.config.command_line import config_parser, load_for_use_or_exit
+
+ASKED = ("tasks", "include_path", "max_length", "batch_size", "seed", "num_fewshot", "limit",
+         "gen_kwargs", "log_samples", "confirm_run_unsafe_code")  # fmt: skip
+"""The options that `score` takes under the same names."""
 
 
 def main() -> int:
@@ -38,11 +42,11 @@ def main() -> int:
 
     # Libraries print to standard output, too.
     with user_errors(), redirect_stdout(sys.stderr), harness_packages():
-        from megatron.harness.score_tasks import ScoringOptions, score
+        from megatron.harness.score_tasks import score
 
-        names = [field.name for field in fields(ScoringOptions)]
-        options = ScoringOptions(**{name: getattr(args, name) for name in names})
-        score(config, args.run, options, args.output_path, lambda text: print(text, file=out))
+        asked = {name: getattr(args, name) for name in ASKED}
+        show = partial(print, file=out)
+        score(config, args.run, write=args.output_path, show=show, **asked)
     return 0
 
 
@@ -65,7 +69,7 @@ def parse_arguments() -> argparse.Namespace:
     text = "write each question and answer, too, in FILE.samples.json beside --output_path"
     add("--log_samples", action="store_true", help=text)
     text = "allow tasks that run the code that the model writes"
-    add("--confirm_run_unsafe_code", dest="unsafe_code", action="store_true", help=text)
+    add("--confirm_run_unsafe_code", action="store_true", help=text)
     add("--output_path", type=Path, metavar="FILE.json", help="write the results there, too")
     args = parser.parse_intermixed_args()
     if not args.configs:

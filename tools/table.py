@@ -59,7 +59,7 @@ def main(argv: list[str] | None = None) -> int:
     moved, unknown = moved_theta.of_runs(found)
     head = head_of(found, grid, sys.argv[1:] if argv is None else argv)
     against = args.against == "paper"
-    parts = grid_report.sections(found, moved, rows, metric, grid, against, head.models)
+    parts = grid_report.sections(found, moved, rows, metric, grid, against, head["models"])
     tables = {"results.csv": found, "theta.csv": moved}
     written = grid_report.write(args.out, head, parts, judged, [*remarks, *unknown], tables)
     print((args.out / "tables.md").read_text(), end="")

@@ -1,6 +1,7 @@
-"""Measure the loss on the splits `valid` and `test`, during and after training."""
+"""Measure the loss on the splits `valid` and `test`, during and after training, or as GPT-NeoX."""
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 
@@ -15,6 +16,7 @@ from megatron.engine.training.pipeline_engine import (
 )
 from megatron.evaluation.accuracy import accuracy_at
 from megatron.evaluation.by_length import measurement_of
+from megatron.parallel.loss import perplexity
 
 
 def validation(data: JobData, engine: Engine, step: int) -> dict[str, float]:
@@ -88,3 +90,34 @@ def log_final_losses(data: JobData, engine: Engine, log: RunLog) -> None:
         if loss is not None:
             text = f"{name} loss after training: {loss:.4f}"
             log.metrics(t.train_iters, {f"final/{name}_loss": loss}, text)
+
+
+def log_published_losses(data: JobData, engine: Engine, log: RunLog, step: int) -> None:
+    """Log the losses that GPT-NeoX prints with `train_iters: 0`, on the batches that it would read.
+
+    The batches are those of the splits `valid` and `test`. Every rank must call this function.
+
+    Args:
+        step: The number of optimizer steps that the model was trained for.
+    """
+    # The perplexity is logged, too.
+    config = data.config
+    wanted = config.training.eval_iters * config.batch.gradient_accumulation_steps
+    for name in ("valid", "test"):
+        loader = data.held_out_at(name, iteration=step)
+        count = 0 if loader is None else min(wanted, loader.batches_left)
+        if loader is None or count == 0:
+            log.line(f"{name}: the split holds no batch to evaluate")
+            continue
+        first = loader.consumed_samples
+        counting = replace(data.counting, per_token=False)
+        loss = loss_of_batches(engine, loader, count, data.groups, counting)
+        short = f", all that are left of {wanted} batches" if count < wanted else ""
+        sequences = count * loader.micro_batch * loader.dp_size
+        text = (
+            f"{name} loss at iteration {step}: {loss:.6f} | perplexity "
+            f"{perplexity(loss):.4f} | {sequences} sequences of "
+            f"{config.model.seq_length_val} tokens, from sample {first} on{short}"
+        )
+        values = {f"final/{name}_loss": loss, f"final/{name}_ppl": perplexity(loss)}
+        log.metrics(step, values, text)

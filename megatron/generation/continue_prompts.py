@@ -1,7 +1,7 @@
 """Load a run's newest checkpoint, and write prompts with the model's continuations."""
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
@@ -45,7 +45,7 @@ class GenerationOptions:
     read_prompts: Callable[[], list[str] | None]
     max_new_tokens: int
     sampling: Sampling
-    stops: tuple[str, ...] = ()
+    stops: Sequence[str] = ()
     endless: bool = False
     seed: int = 0
     batch_size: int = 8

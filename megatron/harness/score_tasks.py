@@ -2,8 +2,7 @@
 
 import json
 import sys
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,46 +18,11 @@ from megatron.files import write_text
 from megatron.harness.model import RunModel, longest_context
 
 
-@dataclass(frozen=True)
-class ScoringOptions:
-    """The tasks to score, and the settings for scoring them.
-
-    Attributes:
-        tasks: Names of tasks, groups or tags, patterns such as `lambada*`, or paths of YAML files.
-        include_path: A folder with the YAML files of more tasks, or None.
-        num_fewshot: The number of examples before each question. None means the task's own number.
-        limit: The number of questions to score per task, or below 1 the fraction of them. None
-            scores all questions.
-        batch_size: The number of texts in a forward pass.
-        max_length: The maximum number of tokens in the model's input. None means the model's own
-            maximum.
-        seed: The seed of the few-shot examples and of generated texts.
-        unsafe_code: Whether tasks may run the code that the model writes.
-        gen_kwargs: Generation options `name=value,...` that replace those of the tasks, or None.
-        log_samples: Whether to write each question and the model's answer.
-    """
-
-    # The model's own maximum is the result of `longest_context`.
-
-    tasks: tuple[str, ...]
-    include_path: Path | None = None
-    num_fewshot: int | None = None
-    limit: float | None = None
-    batch_size: int = 8
-    max_length: int | None = None
-    seed: int = 1234
-    unsafe_code: bool = False
-    gen_kwargs: str | None = None
-    log_samples: bool = False
-
-
 def score(
-    config: Config,
-    load: Path,
-    options: ScoringOptions,
-    write: Path | None,
-    show: Callable[[str], None] = print,
-) -> None:
+    config: Config, load: Path, tasks: Sequence[str], *, include_path: Path | None = None,
+    max_length: int | None = None, batch_size: int = 8, seed: int = 1234,
+    write: Path | None = None, show: Callable[[str], None] = print, **asked: Any,
+) -> None:  # fmt: skip
     """Score the newest checkpoint in the run folder `load`, and show the harness's tables.
 
     Every process of the job must call this function. The processes share the model by tensor
@@ -67,9 +31,15 @@ def score(
     Args:
         config: The configuration. Its degree of tensor parallelism must be the number of processes.
         load: The run folder.
-        options: The tasks and the settings for scoring.
+        tasks: Names of tasks, groups or tags, patterns such as `lambada*`, or paths of YAML files.
+        include_path: A folder with the YAML files of more tasks, or None.
+        max_length: The maximum number of tokens in the model's input. None means the model's own
+            maximum (`longest_context`).
+        batch_size: The number of texts in a forward pass.
+        seed: The seed of the few-shot examples and of generated texts.
         write: The JSON file for the results, or None.
         show: A function that prints a table. Only rank 0 calls it.
+        asked: More arguments of the harness's `simple_evaluate`, such as `limit` and `num_fewshot`.
 
     Raises:
         CheckpointError: `load` holds no checkpoint, or the checkpoint does not fit the config.
@@ -79,28 +49,24 @@ def score(
     # of each task are written to a second file, whose name ends in `.samples.json`.
     with job_or_alone(config) as groups:
         groups = groups.divided(model_size=groups.world_size)
-        manager, tasks = find_tasks(options)
+        manager, found = find_tasks(tasks, include_path)
         run = open_run(load, config, groups)
-        limit = options.max_length or longest_context(run.model, config)
+        limit = max_length or longest_context(run.model, config)
         run.model.embedding.require_positions(limit)
         shown = None if limit == sys.maxsize else limit
         precision = config.training.precision
         info = {"checkpoint": str(run.saved.path), "precision": precision, "max_length": shown}
-        sizes = {"max_length": limit, "batch_size": options.batch_size, "seed": options.seed}
+        sizes = {"max_length": limit, "batch_size": batch_size, "seed": seed}
         adapter = RunModel(run.model, run.tokenizer, groups.model, info=info, **sizes)
         if groups.is_main:
             print(run.said())
         results: Any = simple_evaluate(
             model=adapter,
-            tasks=tasks,
+            tasks=found,
             task_manager=manager,
-            num_fewshot=options.num_fewshot,
-            limit=options.limit,
-            batch_size=options.batch_size,
-            fewshot_random_seed=options.seed,
-            confirm_run_unsafe_code=options.unsafe_code,
-            gen_kwargs=options.gen_kwargs,
-            log_samples=options.log_samples,
+            batch_size=batch_size,
+            fewshot_random_seed=seed,
+            **asked,
         )
         if groups.is_main:
             for column in [each for each in ("results", "groups") if each in results]:
@@ -124,13 +90,16 @@ class _Tasks(TaskManager):
             raise DataError(f"a task cannot be loaded: {type(error).__name__}: {error}") from error
 
 
-def find_tasks(options: ScoringOptions) -> tuple[TaskManager, list[Any]]:
-    """Return a task manager, and the names or paths of the tasks in `options`.
+def find_tasks(tasks: Sequence[str], folder: Path | None) -> tuple[TaskManager, list[Any]]:
+    """Return a task manager, and the names or paths of the tasks that `tasks` names.
+
+    Args:
+        folder: The folder with the YAML files of more tasks, or None.
 
     Raises:
-        DataError: No task is named, a named task does not exist, or `include_path` is no folder.
+        DataError: No task is named, a named task does not exist, or `folder` is no folder.
     """
-    folder, names = options.include_path, [each.strip() for each in options.tasks if each.strip()]
+    names = [each.strip() for each in tasks if each.strip()]
     if not names:
         raise DataError("no task is named; give e.g. lambada_openai")
     if folder and not folder.is_dir():

@@ -6,23 +6,13 @@ import ast
 import inspect
 from collections.abc import Iterable
 from importlib import import_module
+from pathlib import Path
 
 from megatron import positional
+from megatron.templates import render
 
 _PREFIX = "megatron."
 _MODEL = tuple(f"megatron.hub.{name}" for name in ("layers", "backbone", "modeling_kerple"))
-_LOAD = '''
-def load(name: str, **options: Any) -> PositionalEmbedding:
-    """Build the positional embedding `name`, or a combination such as `rotary + kerple_log`."""
-    terms = name.split(" + ")
-    if len(terms) == 1:
-        return EMBEDDINGS[name](**options)
-    return Combination([load(term, **options.get(term, {})) for term in terms])
-'''
-HEADER = '''"""A model exported from KERPLE-NeoX (Apache License 2.0) for torch and transformers."""
-
-from __future__ import annotations
-'''
 
 
 def bundle(terms: Iterable[str]) -> str:
@@ -36,17 +26,18 @@ def bundle(terms: Iterable[str]) -> str:
     order: list[str] = []
     for module in (*modules.values(), *_MODEL):
         _add(module, order)
-    parts = [HEADER, *(_source(module) for module in order if module not in _MODEL)]
-    parts += ["# " + "-" * 98, "EMBEDDINGS: dict[str, Any] = {"]
-    classes = {name: type(positional.load(name)).__name__ for name in terms}
-    parts[-1] += "".join(f'\n    "{name}": {classes[name]},' for name in terms) + "\n}"
-    parts.append("for _name, _class in EMBEDDINGS.items():\n    _class.name = _name")
-    return "\n\n".join([*parts, _LOAD, *map(_source, _MODEL)]) + "\n"
+    return render(
+        Path(__file__).with_name("bundle.py.j2"),
+        {"source": _source},
+        embeddings=[module for module in order if module not in _MODEL],
+        classes={name: type(positional.load(name)).__name__ for name in terms},
+        model=_MODEL,
+    )
 
 
 def _add(module: str, order: list[str]) -> None:
     """Append a module to a list, after the modules of this project that it imports."""
-    if module in (positional.__name__, *order):  # `_LOAD` replaces that package's functions
+    if module in (positional.__name__, *order):  # the template replaces that package's functions
         return
     for node in ast.walk(ast.parse(_text(module))):
         if isinstance(node, ast.ImportFrom) and (node.module or "").startswith(_PREFIX):

@@ -21,7 +21,7 @@ from megatron.config.per_layer import layers_of, values_of
 from megatron.config.sections.model import ModelConfig
 from megatron.engine.errors import HubError
 from megatron.engine.model_shape import shape_of
-from megatron.hub.classes import CLASSES, MISTRAL, NEOX, TANH, HubClass, class_of
+from megatron.hub.classes import CLASSES, TANH, HubClass, class_of
 
 OWN_KEYS, OWN_CLASS = "kerple_neox", "KerpleForCausalLM"
 """The entry of config.json that holds our config keys; the name of the class that we export."""
@@ -72,7 +72,7 @@ def keys_of(found: Mapping[str, Any]) -> dict[str, Any]:
     keys["intermediate_size"] *= 3 if keys["activation"] in GATED else 1
     keys["attention_dropout"] = keys["attention_dropout"] or 0.0
     keys["no_weight_tying"] = not _entry(given, "tie_word_embeddings", bool)
-    if kind is MISTRAL and given["sliding_window"] is not None:
+    if kind.model_type == "mistral" and given["sliding_window"] is not None:
         keys["sliding_window_width"] = _entry(given, "sliding_window", int) - 1
     if kind.keys.get("pos_emb") == "learned":
         rows = keys["seq_length"] + kind.keys.get("opt_pos_emb_offset", 0)
@@ -100,7 +100,7 @@ def _rotary(given: Mapping[str, Any], kind: HubClass) -> tuple[dict[str, Any], A
         raise HubError("rope_parameters: only one mapping for all layers can be imported")
     scaling = {name: value for name, value in scaling.items() if value is not None}
     # transformers 4 has names of its own for GPTNeoX
-    names = ("rotary_emb_base", "rotary_pct") if kind is NEOX else ("", "")
+    names = ("rotary_emb_base", "rotary_pct") if kind.model_type == "gpt_neox" else ("", "")
     base = given.get(names[0], given["rope_theta"])
     fraction = given.get(names[1], given.get("partial_rotary_factor", 1.0))
     base = scaling.pop("rope_theta", base)
@@ -230,7 +230,7 @@ def _described(config: Config, kind: HubClass) -> dict[str, Any]:
     if "partial_rotary_factor" in kind.defaults:
         found["partial_rotary_factor"] = m.rotary_pct
         found["rope_parameters"]["partial_rotary_factor"] = m.rotary_pct
-    if kind is NEOX:
+    if kind.model_type == "gpt_neox":
         found |= {"rotary_pct": m.rotary_pct, "rotary_emb_base": base}
     if "resid_pdrop" in kind.defaults:
         found["embd_pdrop"] = m.hidden_dropout  # here, it is also the embedding's
@@ -238,7 +238,7 @@ def _described(config: Config, kind: HubClass) -> dict[str, Any]:
         found["rotary_dim"] = int(m.head_dim * m.rotary_pct) or 1
     if "head_dim" in kind.defaults:  # a config.json of Qwen3 without it means 128
         found["head_dim"] = m.head_dim
-    if kind is MISTRAL:
+    if kind.model_type == "mistral":
         [window, *_] = layers_of(m.sliding_window_width, m.num_layers)
         found["sliding_window"] = None if window is None else window + 1
     return found

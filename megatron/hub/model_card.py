@@ -10,16 +10,10 @@ from megatron.config import Config
 from megatron.engine.open_run import OpenRun
 from megatron.files import parse_json, read_small
 from megatron.run_folder import RunFolder
+from megatron.templates import render
 
 _MOST_BYTES = 1 << 24
-_LOAD = """```python
-from transformers import AutoModelForCausalLM, AutoTokenizer
-
-model = AutoModelForCausalLM.from_pretrained(DIR{trust})
-tokenizer = AutoTokenizer.from_pretrained(DIR)
-texts = tokenizer(["Once upon a time"], return_tensors="pt")
-print(tokenizer.batch_decode(model.generate(**texts, max_new_tokens=100)))
-```"""
+_TEMPLATE = Path(__file__).with_name("model_card.md.j2")
 
 
 def model_card(run: OpenRun, *, own_class: bool, longest: int | None, licence: str) -> str:
@@ -31,29 +25,22 @@ def model_card(run: OpenRun, *, own_class: bool, longest: int | None, licence: s
         longest: The maximum number of tokens in a text, or None if there is no limit.
         licence: The name of the licence on the Hugging Face hub, such as `apache-2.0`.
     """
-    shape, config = run.model.shape, run.config
-    count = sum(weight.numel() for weight in run.model.parameters())
-    limit = "any length" if longest is None else f"at most {longest:,} tokens"
-    trust = ", trust_remote_code=True" if own_class else ""
-    terms = {term.name: term for term in run.model.pos.terms}
-    parts = [
-        f"---\nlibrary_name: transformers\npipeline_tag: text-generation\nlicense: {licence}\n---",
-        f"# A GPT with {' and '.join(terms)}",
-        f"{count:,} parameters: {shape.num_layers} layers, width {shape.block.hidden_size}, "
-        f"{shape.block.num_heads} heads, {shape.vocab_size:,} tokens in the vocabulary. Trained by "
-        "KERPLE-NeoX.",
-        "## Use",
-        _LOAD.format(trust=trust),
-        *(["This runs `modeling_kerple.py` of the folder. Read it first."] if own_class else []),
-        "## Positional embedding",
-        *(f"**{name}**: {_formula(term)}" for name, term in terms.items()),
-        "## Lengths",
-        f"Trained with texts of {config.model.seq_length:,} tokens. It reads {limit}.",
-        "## Data and recipe",
-        "\n".join(f"- {name}: {value}" for name, value in _recipe(config).items()),
-        *_results(run),
-    ]
-    return "\n\n".join(parts) + "\n"
+    saved: Any = run.saved  # None for a model that was never saved
+    results, verdict = _results(RunFolder(Path(saved.path).parent)) if saved else ([], [])
+    return render(
+        _TEMPLATE,
+        {"formula": _formula, "number": "{:,}".format},
+        terms={term.name: term for term in run.model.pos.terms},
+        count=sum(weight.numel() for weight in run.model.parameters()),
+        shape=run.model.shape,
+        trained=run.config.model.seq_length,
+        recipe=_recipe(run.config),
+        results=results,
+        verdict=verdict,
+        own_class=own_class,
+        longest=longest,
+        licence=licence,
+    )
 
 
 def _formula(term: Any) -> str:
@@ -73,19 +60,12 @@ def _recipe(config: Config) -> dict[str, Any]:
     return keys
 
 
-def _results(run: OpenRun) -> list[str]:
-    """Return Markdown texts with the run's results of `evaluate.py`, if there are any."""
-    saved: Any = run.saved  # None for a model that was never saved
-    if saved is None:
-        return []
-    folder, parts = RunFolder(Path(saved.path).parent), []
-    if folder.extrapolation.is_file():
-        rows = read_small(folder.extrapolation, _MOST_BYTES).decode().splitlines()
-        table = [f"| {' | '.join(row.split(','))} |" for row in rows]
-        table.insert(1, "|" + "---|" * len(rows[0].split(",")))
-        parts += ["## Perplexity by length", "\n".join(table)]
-    report = folder.suite / "report.json"
+def _results(run: RunFolder) -> tuple[list[list[str]], list[str]]:
+    """Return (rows of `extrapolation.csv`, verdict of the suite). Each may be empty."""
+    rows, verdict, report = [], [], run.suite / "report.json"
+    if run.extrapolation.is_file():
+        lines = read_small(run.extrapolation, _MOST_BYTES).decode().splitlines()
+        rows = [line.split(",") for line in lines]
     if report.is_file():
-        verdict: Any = parse_json(read_small(report, _MOST_BYTES)).get("verdict", [])
-        parts += ["## Use of context", "\n".join(f"- {line}" for line in verdict)]
-    return parts
+        verdict = parse_json(read_small(report, _MOST_BYTES)).get("verdict", [])
+    return rows, verdict

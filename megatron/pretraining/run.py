@@ -39,9 +39,8 @@ from megatron.engine.training.speed import speed_of
 from megatron.engine.training.step_log import StepLog
 from megatron.engine.training.trained_theta import TrainedTheta
 from megatron.evaluation.by_length import draw_kernels, evaluate_lengths
-from megatron.evaluation.held_out import log_final_losses, validation
+from megatron.evaluation.held_out import log_final_losses, log_published_losses, validation
 from megatron.evaluation.losses import MeasuredModel
-from megatron.evaluation.published_losses import log_published_losses
 from megatron.files import write_text
 from megatron.model.embedding import scale_distances
 from megatron.parallel.groups import Groups

@@ -8,8 +8,8 @@ from types import SimpleNamespace
 import pytest
 
 from megatron.engine.training.batches import Counting
-from megatron.evaluation import published_losses
-from megatron.evaluation.published_losses import log_published_losses
+from megatron.evaluation import held_out
+from megatron.evaluation.held_out import log_published_losses
 
 
 @pytest.fixture
@@ -36,7 +36,7 @@ def logged(monkeypatch):
             calls.append((count, counting))
             return 2.0
 
-        monkeypatch.setattr(published_losses, "loss_of_batches", loss_of_batches)
+        monkeypatch.setattr(held_out, "loss_of_batches", loss_of_batches)
         counting = Counting(5, per_token=True)
         data = SimpleNamespace(
             config=config, held_out_at=held_out_at, groups=None, counting=counting

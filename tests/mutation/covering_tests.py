@@ -33,8 +33,10 @@ ALSO = {
         "tests/distributed/test_theta_bounds.py",
         "tests/distributed/test_theta_options.py",
     ],
-    "megatron/evaluation/held_out.py": ["tests/evaluation/test_held_out.py"],
-    "megatron/evaluation/published_losses.py": ["tests/engine/checkpoint/test_published_start.py"],
+    "megatron/evaluation/held_out.py": [
+        "tests/evaluation/test_held_out.py",
+        "tests/engine/checkpoint/test_published_start.py",
+    ],
     "megatron/evaluation/suite/suite_report.py": ["tests/evaluation/suite/test_suite.py"],
 }
 

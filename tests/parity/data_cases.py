@@ -64,14 +64,15 @@ def check_corpora(folder: Path, name: str) -> Iterator[Result]:
         yield result
 
 
-def check_tokens(path: Path, name: str) -> Result:
-    """Tokenise the texts in the file `path`, and compare the token ids with those in the file."""
-    recorded, result = json.loads(path.read_text()), Result(name)
+def check_tokens(folder: Path, name: str) -> Result:
+    """Tokenise the texts in tokenizer_cases.json, and compare the ids with those in the file."""
+    recorded = json.loads((folder / "tokenizer_cases.json").read_text())
+    result = Result(f"{name} tokenizer")
     cases, size = recorded["cases"], recorded["vocab_size"]
     result.expect("padded", padded_vocab_size(size, 128), recorded["padded"])
-    tokenizer = _tokenizer(path.parent)
+    tokenizer = _tokenizer(folder)
     if tokenizer is None:
-        result.unchecked.append(f"the ids: {path.parent / TOKENIZER} does not exist")
+        result.unchecked.append(f"the ids: {folder / TOKENIZER} does not exist")
         ids = [recorded["eod"], *(i for case in cases for i in case["ids"])]
         result.add("ids outside the vocabulary", sum(not 0 <= i < size for i in ids), 0)
         return result

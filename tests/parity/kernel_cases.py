@@ -38,9 +38,9 @@ from tests.parity.result import Result
 TOLERANCES = {torch.float32: 1e-6, torch.bfloat16: 1e-2}
 
 
-def check_kernels(path: Path, name: str) -> Iterator[Result]:
-    """Check the file `path`, and yield one result for each embedding and dtype in the file."""
-    probes = read_arrays(path)
+def check_kernels(folder: Path, name: str) -> Iterator[Result]:
+    """Check probes.npz, and yield one result for each embedding and dtype in the file."""
+    probes = read_arrays(folder / "probes.npz")
     for start in dict.fromkeys("/".join(key.split("/")[:2]) for key in probes):
         inner = {k.removeprefix(start + "/"): v for k, v in probes.items() if k.startswith(start)}
         kind, dtype = start.split("/")

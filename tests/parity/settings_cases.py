@@ -49,9 +49,9 @@ BARE = {
 }
 
 
-def check_rates(path: Path, name: str) -> Iterator[Result]:
+def check_rates(folder: Path, name: str) -> Iterator[Result]:
     """Compare learning rates with lr_schedule.json, and yield one result for each schedule."""
-    for key, case in json.loads(path.read_text()).items():
+    for key, case in json.loads((folder / "lr_schedule.json").read_text()).items():
         result = Result(f"{name} {key}")
         state = case["state_dict"]
         keys = BARE | {
@@ -76,24 +76,24 @@ def check_rates(path: Path, name: str) -> Iterator[Result]:
         yield result
 
 
-def check_derived(path: Path, name: str, configs: Path | None) -> Iterator[Result]:
+def check_derived(folder: Path, name: str, configs: Path | None) -> Iterator[Result]:
     """Compare derived settings with derived_args.json, and yield one result for each entry.
 
     An entry holds the settings that the published code derived from one list of config files, for
     one number of processes.
 
     Args:
-        path: The path of derived_args.json.
+        folder: The folder of derived_args.json.
         name: The name of this comparison in its results.
         configs: The folder with the published config files. If it is None, the files are read from
-            the folder of `path`.
+            `folder`.
     """
-    cases = json.loads(path.read_text())
+    cases = json.loads((folder / "derived_args.json").read_text())
     for key, case in cases.get("derived", cases).items():
         result = Result(f"{name} {key}")
         derived = case["derived"]
         try:
-            config = _config_of(key, case, configs or path.parent)
+            config = _config_of(key, case, configs or folder)
         except ConfigError as error:
             result.faults.append(str(error))
             yield result

@@ -69,7 +69,7 @@ def main() -> int:
     args = parser.parse_args()
     with CSV.open(newline="") as file:
         written = {row[1]: row for row in csv.reader(file)}
-    chosen = [v for v in tool.variants(sample=False) if re.search(args.only, v.name)]
+    chosen = [v for v in tool.variants() if re.search(args.only, v.name)]
     if not args.write:
         chosen = [v for v in chosen if v.name in written]
     changed = []

@@ -1,6 +1,6 @@
 """Read and write the CSV table of compiled Triton kernels, and report problems of the kernels."""
 
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 
 import pandas as pd
@@ -39,20 +39,13 @@ class Variant:
         return f"sm_{self.target} {self.kernel} {self.which} {self.dtype} {self.head_size}{end}"
 
 
-@dataclass(frozen=True)
-class Row:
+@dataclass(frozen=True, kw_only=True)
+class Row(Variant):
     """A line of the CSV: one compiled kernel and its resources."""
 
     # `tools/compile_kernels.py` explains the columns.
 
     triton: str
-    target: str
-    kernel: str
-    which: str
-    dtype: str
-    head_size: int
-    dropout: int
-    group: int
     M: int
     N: int
     warps: int
@@ -65,14 +58,12 @@ class Row:
 
     @property
     def variant(self) -> Variant:
-        target, *named, dropout, group = astuple(self)[1:8]
-        target = int(target.removeprefix("sm_"))
-        return Variant(target, *named, dropout=bool(dropout), group=group)
+        return Variant(*(getattr(self, field.name) for field in fields(Variant)))
 
     @property
     def wrong(self) -> str | None:
         """The reason why this kernel should not be used on its GPU, or None if it may be used."""
-        where, memory = self.variant.name, SHARED_MEMORY[family(divmod(self.variant.target, 10))]
+        where, memory = self.name, SHARED_MEMORY[family(divmod(self.target, 10))]
         if self.shared > memory:
             return f"{where}: {self.shared} bytes of shared memory of {memory}"
         if self.serialised:
@@ -84,11 +75,15 @@ class Row:
 
 def read_rows(path: Path) -> list[Row]:
     table = pd.read_csv(path, float_precision="round_trip").rename(columns={"pass": "which"})
+    table["target"] = table["target"].str.removeprefix("sm_").astype(int)
+    table["dropout"] = table["dropout"].astype(bool)
     return [Row(**row) for row in table.to_dict("records")]
 
 
 def write(rows: list[Row], out: Path) -> None:
-    table = pd.DataFrame(rows).rename(columns={"which": "pass"})
+    table = pd.DataFrame(rows).rename(columns={"which": "pass"}).astype({"dropout": int})
+    table["target"] = "sm_" + table["target"].astype(str)
+    table.insert(0, "triton", table.pop("triton"))
     write_text(out, table.to_csv(index=False, lineterminator="\n"))
 
 

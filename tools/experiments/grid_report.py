@@ -1,6 +1,6 @@
 """Write the results of a grid as Markdown, LaTeX, CSV and one HTML file that contains its plots.
 
-matplotlib and jinja2 are imported inside functions, as elsewhere in this project.
+matplotlib is imported inside functions, as elsewhere in this project.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from megatron.embedding_names import PUBLISHED_POSITIONAL_NAMES
 from megatron.files import parse_json, read_small, write_text
 from megatron.readable_numbers import decimals
 from megatron.shipped import ROOT
+from megatron.templates import render
 from tools.experiments.claims import Verdict, significant
 from tools.experiments.grid import Grid, filled
 from tools.experiments.grid_pictures import by_length
 from tools.experiments.moved_theta import VALUES
-from tools.experiments.report_head import Head
 from tools.experiments.results import CURVES, GAINS, Frame
 
 if TYPE_CHECKING:
@@ -124,7 +124,7 @@ def sections(
 
 def write(
     out: Path,
-    head: Head,
+    head: Mapping[str, str],
     found: Sequence[Section],
     verdicts: Sequence[Verdict],
     remarks: Sequence[str],
@@ -136,7 +136,7 @@ def write(
     `by_length*.svg`, and the CSV files in `tables`. Return the paths of all files except the plots.
 
     Args:
-        title: The title of the report.
+        head: What `report_head.head_of` returns.
         found: The sections of the report.
         verdicts: The verdicts on claims.
         remarks: Remarks for the reader.
@@ -148,23 +148,16 @@ def write(
     # The files are `report.html`, `tables.md`, `tables.tex`, `verdicts.csv`, `by_length*.png`, and
     # the CSV files in `tables`.
     out.mkdir(parents=True, exist_ok=True)
-    markdown, latex = [f"# {head.title}"], []
+    latex = []
     for each in found:
-        markdown += [f"## {each.title}", _markdown(each.table), each.note + "."]
-        markdown += [_markdown(each.moved), MOVED_NOTE] if len(each.moved) else []
         text = each.table.to_latex(index=False, escape=True, caption=f"{each.title}: {each.note}.")
         for sign, command in _LATEX.items():
             text = text.replace(sign, command)
         latex.append(text)
-    if verdicts:
-        said = [f"- {v.word} ({v.name}): {v.claim}. {_numbers(v)}" for v in verdicts]
-        markdown += ["## Endpoints", "\n".join(said)]
-    if remarks:
-        markdown += ["## Remarks", *(f"- {remark}" for remark in remarks)]
     files = {
-        "tables.md": "\n\n".join(markdown) + "\n",
+        "tables.md": page("md", head, found, verdicts, remarks),
         "tables.tex": "\n".join(latex),
-        "report.html": page(head, found, verdicts, remarks),
+        "report.html": page("html", head, found, verdicts, remarks),
     }
     verdicts_csv = pd.DataFrame([asdict(each) for each in verdicts])
     for name, table in {**tables, "verdicts.csv": verdicts_csv}.items():
@@ -237,25 +230,20 @@ def _number(value: float, like: float | None = None) -> str:
     return f"{value:,.{decimals(like, 4)}f}"
 
 
-def _markdown(table: Frame) -> str:
-    lines = [list(table.columns), ["---"] * len(table.columns), *table.to_numpy().tolist()]
-    return "\n".join("| " + " | ".join(map(str, line)) + " |" for line in lines)
-
-
 def page(
-    head: Head, found: Sequence[Section], verdicts: Sequence[Verdict], remarks: Sequence[str]
-) -> str:
-    import jinja2
-
-    loader = jinja2.FileSystemLoader(Path(__file__).parent)
-    environment = jinja2.Environment(loader=loader, autoescape=True, trim_blocks=True)
-    environment.filters["address"] = _address
-    environment.filters["numbers"] = _numbers
-    environment.filters["sentence"] = lambda text: text[:1].upper() + text[1:]
-    environment.filters["table"] = lambda table: table.to_html(index=False, border=0)
-    return environment.get_template("grid_report.html.j2").render(
-        about=head, sections=found, verdicts=verdicts, remarks=remarks, moved_note=MOVED_NOTE
-    )
+    kind: str, head: Mapping[str, str], found: Sequence[Section], verdicts: Sequence[Verdict],
+    remarks: Sequence[str],
+) -> str:  # fmt: skip
+    """Return the report as one page of the kind `html` or `md`."""
+    filters = {
+        "address": _address,
+        "numbers": _numbers,
+        "sentence": lambda text: text[:1].upper() + text[1:],
+        "table": lambda table: table.to_html(index=False, border=0),
+    }
+    given = {"about": head, "sections": found, "verdicts": verdicts, "remarks": remarks}
+    template = Path(__file__).with_name(f"grid_report.{kind}.j2")
+    return render(template, filters, moved_note=MOVED_NOTE, **given)
 
 
 def _address(picture: Figure | Path) -> str:

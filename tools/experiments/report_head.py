@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import shlex
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
-from typing import Any
 
 from megatron.config.reader import read_file
 from megatron.files import parse_json, read_small
@@ -17,31 +16,18 @@ from tools.experiments.grid import Grid
 from tools.experiments.results import Frame
 
 
-@dataclass(frozen=True)
-class Head:
-    """What a report says about its runs.
-
-    Attributes:
-        methods: Two sentences: how the models were trained, and how they are compared.
-        models: The models, the data and the date, for the titles of pictures.
-        rebuild: The commands that make the report again.
-        origin: The commits and machines of the runs, and the code that wrote the report.
-    """
-
-    title: str
-    question: str
-    methods: str
-    models: str
-    rebuild: str
-    origin: str
-
-
-def head_of(found: Frame, grid: Grid | None, arguments: Sequence[str]) -> Head:
+def head_of(found: Frame, grid: Grid | None, arguments: Sequence[str]) -> dict[str, str]:
     """Describe the runs of a table of results.
 
     Args:
         found: The table that `results.of_grid` or `results.of_folders` returns.
         arguments: The command line of `tools/table.py`.
+
+    Returns:
+        The `title` and the `question` of the report. `methods`: two sentences, how the models were
+        trained and how they are compared. `models`: the models, the data and the date, for the
+        titles of pictures. `rebuild`: the commands that make the report again. `origin`: the
+        commits and machines of the runs, and the code that wrote the report.
     """
     runs = [RunFolder(folder) for folder in found["folder"].unique()]
     configs, starts = [read_file(run.config)[0] for run in runs], _starts(runs)
@@ -51,7 +37,8 @@ def head_of(found: Frame, grid: Grid | None, arguments: Sequence[str]) -> Head:
         texts = [f"{value:,}" if isinstance(value, int) else str(value) for value in values]
         return " or ".join(dict.fromkeys(texts)) or "?"
 
-    date = " to ".join(sorted({start["time"][:10] for start in starts})) or now()[:10]
+    times, commits, ranks = zip(*starts, strict=True) if starts else ((), (), ())
+    date = " to ".join(sorted({time[:10] for time in times})) or now()[:10]
     models, seeds = f"{of('num_layers')} layers of width {of('hidden_size')}", found["seed"]
     methods = (
         f"{len(runs)} models with {models} were trained for {of('train_iters')} steps of "
@@ -70,25 +57,24 @@ def head_of(found: Frame, grid: Grid | None, arguments: Sequence[str]) -> Head:
             f"{grid.about.alpha:g}, after Holm's correction for all claims"
         )
     commands = [*train, ["tools/table.py", *arguments]]
-    commits = ", ".join({str(start["code"]["commit"])[:12]: 0 for start in starts}) or "unknown"
-    machines = ", ".join({rank: 0 for start in starts for rank in start["ranks"]}) or "unknown"
-    return Head(
-        title=(grid.about.title or grid.path.stem) if grid else "Runs",
-        question=grid.about.question if grid else "",
-        methods=f"{methods}.",
-        models=f"{models}, {of('data_path')}, trained at {of('seq_length')} tokens, {date}",
-        rebuild="\n".join(shlex.join(["python", *each]) for each in commands),
-        origin=f"The runs: {date}, commit {commits} on {machines}. This page: {now()[:10]}, code "
+    commit = ", ".join(dict.fromkeys(text[:12] for text in commits)) or "unknown"
+    machines = ", ".join(dict.fromkeys(itertools.chain(*ranks))) or "unknown"
+    return {
+        "title": (grid.about.title or grid.path.stem) if grid else "Runs",
+        "question": grid.about.question if grid else "",
+        "methods": f"{methods}.",
+        "models": f"{models}, {of('data_path')}, trained at {of('seq_length')} tokens, {date}",
+        "rebuild": "\n".join(shlex.join(["python", *each]) for each in commands),
+        "origin": f"The runs: {date}, commit {commit} on {machines}. This page: {now()[:10]}, code "
         f"{fingerprint()}.",
-    )
+    }
 
 
-def _starts(runs: Sequence[RunFolder]) -> list[dict[str, Any]]:
-    """Return the last start of each run whose `run.json` can be read."""
+def _starts(runs: Sequence[RunFolder]) -> list[tuple[str, str, list[str]]]:
+    """Return (time, commit, ranks) of the last start of each run whose `run.json` can be read."""
     found = []
     for run in runs:
         with suppress(OSError, ValueError, LookupError, TypeError):
             start = parse_json(read_small(run.provenance, MOST_BYTES))["starts"][-1]
-            known = {"time": str(start["time"]), "ranks": list(start["ranks"])}
-            found.append(known | {"code": {"commit": start["code"]["commit"]}})
+            found.append((str(start["time"]), str(start["code"]["commit"]), [*start["ranks"]]))
     return found

@@ -10,7 +10,7 @@ import ast
 import inspect
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 
 from pydantic import ValidationError
@@ -23,19 +23,9 @@ from megatron.config.neox.refused import REFUSED
 from megatron.config.neox.zero import OFFLOAD_KEYS, SWITCH_KEYS
 from megatron.config.schema import SECTIONS
 from megatron.config.sections.base import Section
+from megatron.templates import render
 
 PAGE = Path(__file__).parents[2] / "docs" / "configuration.md"
-_INTRODUCTION = """\
-# Configuration reference
-
-Every key with its default, the values that it accepts, and its meaning. This page is made from
-`megatron/config/` by `python tools/pages/reference.py`. [Configurations](../configs/README.md)
-has the rules of the files, and `python train.py CONFIG.yml --check` prints all values of a
-configuration.
-
-A key with dots stands in a mapping: `optimizer.params.lr` is `optimizer: {params: {lr: ...}}`. A
-default that is "derived" follows from other keys. One of the three batch sizes is enough.
-"""
 _TOGETHER = {
     "fp16.enabled fp16.type bf16.enabled": "`precision`",
     "checkpoint_factor": "`save_interval`",
@@ -56,16 +46,14 @@ def main() -> None:
 
 def page() -> str:
     """Return the text of docs/configuration.md."""
-    parts = [_INTRODUCTION]
-    for title, section in SECTIONS.items():
-        parts += _table(title, ("key", "default", "values", "meaning"), _rows(section))
-    spellings = {key: (text,) for keys, text in _TOGETHER.items() for key in keys.split()}
-    parts += _table("Other keys of GPT-NeoX", ("keys", "read as"), _grouped(spellings))
-    refused = _grouped({key: (each.reason, each.instead) for key, each in REFUSED.items()})
-    parts += _table("Refused keys of GPT-NeoX", ("keys", "reason", "write instead"), refused)
-    unused = _grouped({key: (reason,) for key, reason in NO_EFFECT.items()})
-    parts += _table("Keys of GPT-NeoX without effect", ("keys", "reason"), unused)
-    return "\n".join(parts) + "\n"
+    return render(
+        Path(__file__).with_name("configuration.md.j2"),
+        {"rows": _rows, "grouped": _grouped},
+        sections=SECTIONS,
+        other={key: (text,) for keys, text in _TOGETHER.items() for key in keys.split()},
+        refused={key: (each.reason, each.instead) for key, each in REFUSED.items()},
+        unused={key: (reason,) for key, reason in NO_EFFECT.items()},
+    )
 
 
 def meanings(section: type[Section]) -> dict[str, str]:
@@ -119,11 +107,6 @@ def _grouped(notes: Mapping[str, tuple[str, ...]]) -> list[tuple[str, ...]]:
     for key, note in notes.items():
         keys.setdefault(note, []).append(f"`{key}`")
     return [(", ".join(same), *note) for note, same in keys.items()]
-
-
-def _table(title: str, head: Sequence[str], rows: list[tuple[str, ...]]) -> list[str]:
-    lines = [head, ["---"] * len(head), *rows]
-    return [f"\n## {title}\n", *(f"| {' | '.join(line)} |" for line in lines)]
 
 
 if __name__ == "__main__":

@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING, Any
 from megatron import pictures
 from megatron.evaluation.length_report import csv_of
 from megatron.evaluation.suite.intervals import LEVEL
-from megatron.evaluation.suite.measure import Measure
+from megatron.evaluation.suite.measure import Measure, Row
 from megatron.files import write_bytes, write_text
 from megatron.readable_numbers import now
+from megatron.templates import render
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -42,24 +43,17 @@ class Report:
 def write_report(report: Report, folder: Path, train_length: int) -> None:
     """Write all files of the report into `folder`."""
     folder.mkdir(parents=True, exist_ok=True)
-    parts = [f"# {report.title}", "\n".join(f"**{line}**  " for line in report.verdict)]
-    parts.append("\n".join(f"- {name}: {value}" for name, value in report.facts.items()))
+    drawn = [each for each in report.measures if each.drawn and len(each.rows) > 2]
     for measure in report.measures:
-        parts += [f"## {measure.title}", measure.says]
         if measure.rows:
             table = csv_of([row.flat() | report.about for row in measure.rows])
             write_bytes(folder / f"{measure.name}.csv", table)
-            parts.append(_table(measure))
-        if measure.drawn and len(measure.rows) > 2:
-            picture = f"{measure.name}.png"
-            pictures.save(_picture(measure, train_length, report.title), folder / picture)
-            parts.append(f"![{measure.title}]({picture})")
-    parts.append(
-        f"Intervals have a level of {LEVEL:.0f}%, by bootstrap over documents (or, for induction, "
-        "over random sequences). Those of differences from the best context, of induction, copy, "
-        "passkey and RULER's questions hold together, for all rows of their table."
-    )
-    write_text(folder / PAGE, "\n\n".join(parts) + "\n")
+    for measure in drawn:
+        figure = _picture(measure, train_length, report.title)
+        pictures.save(figure, folder / f"{measure.name}.png")
+    template, level = Path(__file__).with_name("suite_report.md.j2"), f"{LEVEL:.0f}%"
+    text = render(template, {"shown": _shown_row}, report=report, drawn=drawn, level=level)
+    write_text(folder / PAGE, text)
     content = {"title": report.title, "verdict": report.verdict, "facts": report.facts}
     content["measures"] = {
         measure.name: {
@@ -80,18 +74,12 @@ def _json(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def _table(measure: Measure) -> str:
-    first = measure.rows[0]
-    head = [*first.at, measure.unit, "interval", "documents", *first.also]
-    lines = ["| " + " | ".join(head).replace("_", " ") + " |", "|" + "---:|" * len(head)]
-    for row in measure.rows:
-        found = row.estimate
-        cells = [*map(_shown, row.at.values()), f"{found.value:.4f}"]
-        interval = "none" if math.isnan(found.low) else f"{found.low:.4f} to {found.high:.4f}"
-        cells += [interval, str(found.documents)]
-        cells += map(_shown, row.also.values())
-        lines.append("| " + " | ".join(cells) + " |")
-    return "\n".join(lines)
+def _shown_row(row: Row) -> list[str]:
+    """Return the cells of a row of a table."""
+    found = row.estimate
+    interval = "none" if math.isnan(found.low) else f"{found.low:.4f} to {found.high:.4f}"
+    at, also = ([*map(_shown, part.values())] for part in (row.at, row.also))
+    return [*at, f"{found.value:.4f}", interval, str(found.documents), *also]
 
 
 def _shown(value: Any) -> str:

@@ -13,7 +13,7 @@ from tools.experiments import grid_report
 from tools.experiments.claims import Verdict
 from tools.experiments.description import Description
 from tools.experiments.grid import Grid
-from tools.experiments.report_head import Head, head_of
+from tools.experiments.report_head import head_of
 
 
 def test_run_folders_are_tabulated_without_a_grid(tmp_path, capsys):
@@ -42,7 +42,10 @@ def test_run_folders_are_tabulated_without_a_grid(tmp_path, capsys):
     assert r"rotary & 2 & 10.00 $\pm$ 1.41 & 20.00 $\pm$ 2.83 \\" in latex
 
 
-HEAD = Head("A <title>", "Why?", "Two sentences.", "models", "python a\npython b", "commit 1")
+HEAD = {
+    "title": "A <title>", "question": "Why?", "methods": "Two sentences.", "models": "models",
+    "rebuild": "python a\npython b", "origin": "commit 1",
+}  # fmt: skip
 
 
 def page(verdicts=(), remarks=()) -> str:
@@ -55,7 +58,7 @@ def page(verdicts=(), remarks=()) -> str:
     moved = moved.assign(start=[], end=[], change=[], relative=[])
     found = pd.DataFrame(rows)
     parts = grid_report.sections(found, moved, "embedding", "perplexity", None, False, "models")
-    return grid_report.page(HEAD, parts, verdicts, remarks)
+    return grid_report.page("html", HEAD, parts, verdicts, remarks)
 
 
 def test_verdicts_come_first_and_the_commands_last():
@@ -108,21 +111,23 @@ def test_the_head_says_how_the_models_were_trained_and_where(tmp_path):
             (folder / "run.json").write_text(json.dumps({"starts": starts}))
     found = pd.DataFrame({"folder": [str(tmp_path / each) for each in "ab"], "seed": [3, 4]})
     head = head_of(found, None, ["a b", "c", "--out", "o"])
-    assert head.methods == (
+    assert head["methods"] == (
         "2 models with 4 layers of width 128 were trained for 700 or 1,400 steps of 16 sequences "
         "of 1,024 tokens on data/x, with 2 seeds (3 to 4). They are measured on the test split."
     )
-    assert head.models == "4 layers of width 128, data/x, trained at 1,024 tokens, 2026-11-22"
-    assert head.rebuild.splitlines() == [
+    assert head["models"] == "4 layers of width 128, data/x, trained at 1,024 tokens, 2026-11-22"
+    assert head["rebuild"].splitlines() == [
         f"python train.py {tmp_path}/a/config.yml", f"python train.py {tmp_path}/b/config.yml",
         "python tools/table.py 'a b' c --out o",
     ]  # fmt: skip
-    assert head.origin.startswith("The runs: 2026-11-22, commit 0123456789ab on host: EPYC. This")
+    assert head["origin"].startswith(
+        "The runs: 2026-11-22, commit 0123456789ab on host: EPYC. This"
+    )
     about = Description.model_validate(
         {"title": "T", "question": "Q?", "runs": "r", "configs": ["c"], "axes": {"e": ["a"]},
          "seeds": [1], "lengths": [8]}
     )  # fmt: skip
     grid = Grid(Path("g.yml"), about, {}, Path("r"), ())
     head = head_of(found, grid, ["g.yml", "--set", "a=b", "--out", "o"])
-    assert (head.title, head.question) == ("T", "Q?")
-    assert head.rebuild.splitlines()[0] == "python tools/sweep.py g.yml --set a=b"
+    assert (head["title"], head["question"]) == ("T", "Q?")
+    assert head["rebuild"].splitlines()[0] == "python tools/sweep.py g.yml --set a=b"

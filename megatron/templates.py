@@ -1,0 +1,34 @@
+"""Fill the templates of reports: Jinja files `*.j2` beside the modules that use them.
+
+jinja2 is imported inside the function, so that training does not wait for it.
+"""
+
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+
+def render(template: Path, filters: Mapping[str, Callable[..., Any]], **values: Any) -> str:
+    """Return the text of a template. In a template `*.html.j2`, values are escaped for HTML.
+
+    Args:
+        template: The file.
+        filters: The functions that the template applies to values, beside Jinja's own and `cells`,
+            which joins the cells of one row of a Markdown table.
+        values: The variables of the template.
+    """
+    import jinja2
+
+    environment = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(template.parent),
+        autoescape=template.name.endswith(".html.j2"),
+        trim_blocks=True,
+        keep_trailing_newline=True,
+        undefined=jinja2.StrictUndefined,
+    )
+    environment.filters |= {"cells": _cells, **filters}
+    return environment.get_template(template.name).render(values)
+
+
+def _cells(row: Iterable[object]) -> str:
+    return f"| {' | '.join(map(str, row))} |"
