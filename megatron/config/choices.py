@@ -4,8 +4,6 @@ Some names have aliases, and some names of GPT-NeoX are refused with a reason. A
 may write names in upper or lower case. The resolved config has the spelling of this file.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any

@@ -1,7 +1,5 @@
 """Format a config as the text that `train.py --check` prints, and tell the user how to resume."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any

@@ -7,8 +7,6 @@ comment names the default that is used. Lengths are counted in tokens, iteration
 steps, and batch sizes in sequences.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from typing import Any
 

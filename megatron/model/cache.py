@@ -13,8 +13,6 @@ With a sliding window, columns that no later token sees are dropped. The others 
 Legend: B texts, T new columns, S kept columns, H heads, K key heads, E head size.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import torch

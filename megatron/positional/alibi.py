@@ -5,8 +5,6 @@ slopes are the geometric sequence 2^(-8/H), 2^(-16/H), and so on. Otherwise they
 the next lower power of two, followed by every other slope for the next higher power of two.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -7,8 +7,6 @@ query.) beta < 0 suppresses near keys, beta = 0 is no bias at all, and beta = 1 
 learned slope. For BAM-SSMax, combine it with `log_n` and its option `temper_bias`.
 """
 
-from __future__ import annotations
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor

@@ -9,8 +9,6 @@ has no constant term, because a constant added to all logits does not change the
 sink a constant would matter, but the sink's learned logit has the same effect.)
 """
 
-from __future__ import annotations
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor

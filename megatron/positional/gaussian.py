@@ -5,8 +5,6 @@ and Table 6. The constant -a, which softmax ignores, makes b_h(0) = 0. Without t
 kernel is positive definite. The paper finds that bounded biases such as this extrapolate badly.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

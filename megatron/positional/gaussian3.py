@@ -5,8 +5,6 @@ and Table 6. The constant -a, which softmax ignores, makes b_h(0) = 0. exp(-r d^
 definite for 0 < p <= 2 only. With p = 2 the formula is that of `gaussian`.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

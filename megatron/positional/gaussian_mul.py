@@ -5,8 +5,6 @@ The KERPLE paper (arXiv 2205.09921) tests this factor as "1-para-wht" in Appendi
 product of query and key. w is positive definite, and w_h(0) = 1.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -5,8 +5,6 @@ conditionally negative definite, so the bias b is conditionally positive definit
 large constant would make b positive definite, and the softmax is invariant to such a constant.
 """
 
-from __future__ import annotations
-
 from torch import Tensor
 
 from megatron.positional.base import PositionalEmbedding

@@ -5,8 +5,6 @@ is conditionally negative definite (CND). If f >= 0 is CND, so is log(1 + f). Th
 conditionally positive definite.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

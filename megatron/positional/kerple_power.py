@@ -6,8 +6,6 @@ d = 0 the bias is 0, and the derivative with respect to p contains d^p log d = 0
 evaluates this product as 0.
 """
 
-from __future__ import annotations
-
 from torch import Tensor
 
 from megatron.positional.base import PositionalEmbedding

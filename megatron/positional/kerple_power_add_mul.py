@@ -6,8 +6,6 @@ The released code calls this kernel `kerple_power_ap_ap`. The bias has the form 
 and the factor has the form of `kerple_power_mul`. The two have separate parameters.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

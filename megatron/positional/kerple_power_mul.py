@@ -5,8 +5,6 @@ of query and key. w is positive definite, because w is the exponential of a cond
 definite kernel (arXiv 2205.09921). w_h(0) = 1.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

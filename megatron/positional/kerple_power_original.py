@@ -5,8 +5,6 @@ embedding is not exactly ALiBi. For example, ALiBi's last slope is 1/256 wheneve
 heads is a power of two. This file reproduces the released code. Use `alibi` for ALiBi itself.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -6,8 +6,6 @@ arXiv 2601.06113, -delta d - beta log(1 + d) - gamma sqrt(d), is such a sum, wit
 (a = 1) and two powers (q = 1 and q = 1/2). Here a and q are learned.
 """
 
-from __future__ import annotations
-
 from functools import reduce
 
 from torch import Tensor

@@ -8,8 +8,6 @@ With the option `temper_bias`, the temperature multiplies the sum of product and
 in BAM-SSMax (arXiv 2505.22842). Then i is always the position within the document.
 """
 
-from __future__ import annotations
-
 import math
 
 import torch

@@ -27,8 +27,6 @@ where n_m = `high_freq_factor`.
 Legend: B batch, H heads, T positions, E head size.
 """
 
-from __future__ import annotations
-
 import math
 
 import torch

@@ -10,8 +10,6 @@ size). The caller must pass this factor as the option `scale`, because an embedd
 contain the head size.
 """
 
-from __future__ import annotations
-
 import math
 
 import torch

@@ -9,8 +9,6 @@ The constant -S(0) = -D/2, which softmax ignores, makes b_h(0) = 0. D is an opti
 model's hidden size.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

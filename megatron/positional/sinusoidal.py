@@ -7,8 +7,6 @@ With hidden size D:
     f_m = 10000^(-2m/D)
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

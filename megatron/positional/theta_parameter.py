@@ -1,7 +1,5 @@
 """Describe one column of theta, the parameters of an embedding."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

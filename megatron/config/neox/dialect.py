@@ -5,8 +5,6 @@ other keys (`keys_read_together.py`, `zero.py`), keys without effect (`no_effect
 (`refused.py`) and unknown keys. The values of fields are validated later, by `load_config`.
 """
 
-from __future__ import annotations
-
 from megatron.config.neox import keys_read_together, zero
 from megatron.config.neox.known_keys import (
     FIELD_OF,

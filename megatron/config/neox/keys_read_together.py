@@ -5,8 +5,6 @@ values of fields, notes and problems to the `Translation` called `out`. The argu
 the settings of the known keys that do not set a field by themselves.
 """
 
-from __future__ import annotations
-
 import math
 import re
 from typing import Any

@@ -6,8 +6,6 @@ Harmless values are accepted without a note to the user. A key inside a mapping 
 dot, as MAPPING.KEY. If the value of a listed key is a mapping, the mapping is refused as a whole.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any

@@ -1,7 +1,5 @@
 """Define the base class of the configuration's sections."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict

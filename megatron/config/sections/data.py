@@ -1,7 +1,5 @@
 """Define the config sections of the data, of the evaluation by sequence length and of logging."""
 
-from __future__ import annotations
-
 from typing import Annotated
 
 from pydantic import BeforeValidator, Field

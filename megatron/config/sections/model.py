@@ -1,7 +1,5 @@
 """Define the config section of the model: sizes, activation, positional embedding and so on."""
 
-from __future__ import annotations
-
 from typing import Annotated
 
 from pydantic import BeforeValidator, Field

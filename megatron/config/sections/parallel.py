@@ -1,7 +1,5 @@
 """Define the config sections of the parallel layout and of the checkpoints."""
 
-from __future__ import annotations
-
 from typing import Annotated
 
 from pydantic import BeforeValidator, Field

@@ -1,7 +1,5 @@
 """Define the config sections for training: batch sizes, optimizer, learning rate and steps."""
 
-from __future__ import annotations
-
 from typing import Annotated
 
 from pydantic import BeforeValidator

@@ -8,8 +8,6 @@ SHA-256, the first download of the file is trusted. Its SHA-256 is stored in .NA
 downloads must have the same SHA-256.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import time

@@ -9,8 +9,6 @@ library. The file names of the shards contain the version of Python, the revisio
 and the tokenizer's fingerprint.
 """
 
-from __future__ import annotations
-
 import fnmatch
 import hashlib
 import os

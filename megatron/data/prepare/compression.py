@@ -4,8 +4,6 @@
 its text need not be read again for its SHA-256.
 """
 
-from __future__ import annotations
-
 import bz2
 import gzip
 import hashlib

@@ -7,8 +7,6 @@ run truncates the .part files to these numbers and continues with the next chunk
 shards of a resumed run equal those of an uninterrupted run.
 """
 
-from __future__ import annotations
-
 import glob
 import json
 import os

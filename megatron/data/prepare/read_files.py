@@ -5,8 +5,6 @@ A reader never loads a complete archive into memory. In error messages, a place 
 truncated, the reader yields the chunks before the damage and then raises `Fault`.
 """
 
-from __future__ import annotations
-
 import hashlib
 import io
 import os

@@ -10,8 +10,6 @@ partition I takes the chunks that end in range I. Merging the shards of all part
 shard of the complete run.
 """
 
-from __future__ import annotations
-
 import itertools
 import os
 import sys

@@ -19,8 +19,6 @@ The results equal those of GPT-NeoX (`data_utils.py`, `blendable_dataset.py`, `h
 bit. No compiled helper is needed.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 

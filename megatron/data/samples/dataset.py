@@ -16,8 +16,6 @@ shorter than a sample, the block has more epochs.) Increasing `extend_to` never 
 samples. Within the index and within each block, no sample occurs twice.
 """
 
-from __future__ import annotations
-
 import os
 
 import numpy as np

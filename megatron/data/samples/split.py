@@ -1,7 +1,5 @@
 """Divide the documents of a data set into training, validation and test documents."""
 
-from __future__ import annotations
-
 import numpy as np
 
 from megatron.data.errors import DataError

@@ -17,8 +17,6 @@ in GPT-NeoX, dtype code 6 means float32 and 7 means float64. In Megatron-LM, 6 m
 difference has no effect in practice, because tokens are never floats.
 """
 
-from __future__ import annotations
-
 import os
 import struct
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Open several token shards and read them, one after the other, as one data set."""
 
-from __future__ import annotations
-
 import glob
 import os
 from bisect import bisect_right

@@ -1,7 +1,5 @@
 """The manifest PREFIX.json, which records the tokenizer, counts and sources of a token shard."""
 
-from __future__ import annotations
-
 import json
 import os
 

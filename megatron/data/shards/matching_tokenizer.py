@@ -1,7 +1,5 @@
 """Check that a token shard was made with the tokenizer of the run that reads it."""
 
-from __future__ import annotations
-
 import os
 
 from megatron.data.errors import ShardError

@@ -1,7 +1,5 @@
 """Merge several token shards into one shard on disk."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Sequence
 from pathlib import Path

@@ -4,8 +4,6 @@ They are in the length generalization studies of Deletang et al. (2022, arXiv 22
 Kazemnejad et al. (2023, arXiv 2305.19466). The symbols are drawn independently and uniformly.
 """
 
-from __future__ import annotations
-
 from abc import abstractmethod
 from dataclasses import dataclass
 
