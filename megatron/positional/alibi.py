@@ -23,7 +23,6 @@ def slopes(num_heads: int) -> list[float]:
 class Alibi(PositionalEmbedding):
     """ALiBi: the bias -m d at the query-key distance d, with a fixed slope m for each head."""
 
-    kind = "distance"
     parameters = (ThetaParameter("slope", trained=False),)
 
     def initial_theta(self, num_heads: int, generator: torch.Generator | None = None) -> Tensor:

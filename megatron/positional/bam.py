@@ -22,7 +22,6 @@ class Bam(PositionalEmbedding):
     initially 0. The paper does not train theta_mu.
     """
 
-    kind = "distance"
     parameters = tuple(ThetaParameter(f"theta_{name}") for name in ("alpha", "beta", "mu"))
 
     def initial_theta(self, num_heads: int, generator: torch.Generator | None = None) -> Tensor:

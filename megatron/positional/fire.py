@@ -30,7 +30,6 @@ class Fire(PositionalEmbedding):
         width: The number of terms of the sum.
     """
 
-    kind = "distance"
     reads_position = True
 
     def __init__(self, length: int = 512, width: int = 32, *, numerics: Numerics = WIDE):

@@ -20,8 +20,6 @@ class ForgetGate(PositionalEmbedding):
     Each layer of the model has its own w and b and trains them. They are not in this class.
     """
 
-    kind = "gate"
-
     def decay(self, gate_BHT: Tensor) -> Tensor:
         """Return the decay c [batch, heads, positions] in fp64.
 

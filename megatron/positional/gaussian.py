@@ -18,7 +18,6 @@ class Gaussian(PositionalEmbedding):
     Initially a, r ~ U(0, 1). The bounds are a, r >= 0.01.
     """
 
-    kind = "distance"
     # The KERPLE paper has no initial values and bounds for this kernel. Those of the coefficients
     # in its other kernels are used.
     parameters = (factor("gauss_a"), factor("gauss_r"))

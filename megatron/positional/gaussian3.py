@@ -18,7 +18,6 @@ class Gaussian3(PositionalEmbedding):
     Initially a, r ~ U(0, 1) and p ~ 2 U(0, 1). The bounds are a, r >= 0.01 and 0.01 <= p <= 2.
     """
 
-    kind = "distance"
     parameters = (factor("gauss_a"), factor("gauss_r"), power("gauss_p"))
 
     def bias(self, theta_HN: Tensor, d: Tensor) -> Tensor:

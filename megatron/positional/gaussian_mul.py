@@ -18,7 +18,6 @@ class GaussianMul(PositionalEmbedding):
     Initially r ~ U(0, 1). The bound is r >= 0.01.
     """
 
-    kind = "distance"
     # With r = 0.01, the factor is 0.1 at distance 15.
     parameters = (factor("gauss_r"),)
 

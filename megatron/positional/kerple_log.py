@@ -17,7 +17,6 @@ class KerpleLog(PositionalEmbedding):
     Initially p ~ 2 U(0, 1) and a ~ U(0, 1). The bounds are p, a >= 0.01.
     """
 
-    kind = "distance"
     parameters = (
         ThetaParameter("bias_p", low=0.01, scale=2.0, gentle=0.5),
         factor("bias_a", gentle=0.05),

@@ -19,7 +19,6 @@ class KerpleLog3(PositionalEmbedding):
     The bounds are p, a >= 0.01 and 0.01 <= r <= 2.
     """
 
-    kind = "distance"
     parameters = (
         ThetaParameter("bias_p", low=0.01, scale=2.0, gentle=0.5),
         factor("bias_a", gentle=0.05),

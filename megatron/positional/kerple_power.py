@@ -18,7 +18,6 @@ class KerplePower(PositionalEmbedding):
     Initially p ~ 2 U(0, 1) and a ~ U(0, 1). The bounds are 0.01 <= p <= 2 and a >= 0.01.
     """
 
-    kind = "distance"
     parameters = (power("bias_p", gentle=0.5), factor("bias_a", gentle=0.1))
 
     def bias(self, theta_HN: Tensor, d: Tensor) -> Tensor:

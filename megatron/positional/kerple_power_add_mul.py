@@ -20,7 +20,6 @@ class KerplePowerAddMul(PositionalEmbedding):
     The bounds are 0.01 <= p, p' <= 2 and a, a' >= 0.01.
     """
 
-    kind = "distance"
     parameters = (power("bias_p"), factor("bias_a"), power("wei_p"), factor("wei_a"))
 
     def bias(self, theta_HN: Tensor, d: Tensor) -> Tensor:

@@ -18,7 +18,6 @@ class KerplePowerMul(PositionalEmbedding):
     Initially p ~ 2 U(0, 1) and a ~ U(0, 1). The bounds are 0.01 <= p <= 2 and a >= 0.01.
     """
 
-    kind = "distance"
     parameters = (power("wei_p"), factor("wei_a"))
 
     def weight(self, theta_HN: Tensor, d: Tensor) -> Tensor:

@@ -23,8 +23,6 @@ class KerpleSum(PositionalEmbedding):
         powers: The number of biases -a d^p.
     """
 
-    kind = "distance"
-
     def __init__(self, logs: int = 1, powers: int = 2, *, numerics: Numerics = WIDE):
         super().__init__(numerics)
         if min(logs, powers) < 0 or logs + powers < 1:

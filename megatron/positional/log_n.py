@@ -28,7 +28,6 @@ class LogN(PositionalEmbedding):
         temper_bias: Whether the temperature also multiplies biases.
     """
 
-    kind = "temperature"
     parameters = (ThetaParameter("temperature"),)
 
     def __init__(self, length: int = 512, temper_bias: bool = False, *, numerics: Numerics = WIDE):

@@ -8,5 +8,3 @@ from megatron.positional.base import PositionalEmbedding
 
 class NoPosition(PositionalEmbedding):
     """Embedding without any effect."""
-
-    kind = "none"

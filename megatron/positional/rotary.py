@@ -60,8 +60,6 @@ class Rotary(PositionalEmbedding):
             `high_freq_factor` turns. It scales those with fewer than `low_freq_factor` turns.
     """
 
-    kind = "rotary"
-
     def __init__(
         self,
         rope_type: str = "default",

@@ -30,8 +30,6 @@ class Rpe(PositionalEmbedding):
         scale: A number that multiplies the learned biases. GPT-NeoX uses sqrt(head size).
     """
 
-    kind = "distance"
-
     def __init__(
         self,
         num_buckets: int = 32,

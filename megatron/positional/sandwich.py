@@ -26,7 +26,6 @@ class Sandwich(PositionalEmbedding):
         dimensions: The size of a position vector. It must be even (128 in the paper).
     """
 
-    kind = "distance"
     parameters = (ThetaParameter("scale", trained=False),)
 
     def __init__(self, dimensions: int = 128, *, numerics: Numerics = WIDE):

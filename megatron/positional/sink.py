@@ -17,7 +17,6 @@ class Sink(PositionalEmbedding):
     Each head has a learned logit for this key, which is initially 0.
     """
 
-    kind = "sink"
     parameters = (ThetaParameter("sink"),)
 
     def initial_theta(self, num_heads: int, generator: torch.Generator | None = None) -> Tensor:

@@ -17,8 +17,6 @@ from megatron.positional.rotary import frequencies
 class Sinusoidal(PositionalEmbedding):
     """Sinusoidal position vectors. They have no parameters and are defined at every position."""
 
-    kind = "input"
-
     def table(self, positions: Tensor, dim: int, dtype: torch.dtype = torch.float32) -> Tensor:
         """Return position vectors [*positions.shape, dim] in `dtype`, but at least in fp32."""
         dtype = self.numerics.working_dtype(dtype)
