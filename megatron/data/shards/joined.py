@@ -9,8 +9,7 @@ import numpy as np
 
 from megatron.data.errors import ShardError
 from megatron.data.shards.interface import Shards
-from megatron.data.shards.manifest import partition_of, read_manifest
-from megatron.data.shards.matching_tokenizer import check_tokenizer
+from megatron.data.shards.manifest import check_tokenizer, partition_of, read_manifest
 from megatron.data.shards.reader import ShardReader
 from megatron.data.tokenizers.base import Tokenizer
 
