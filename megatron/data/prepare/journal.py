@@ -74,7 +74,7 @@ class Journal:
 
     def read(self) -> State | None:
         """Return the last state written, or None if there is no valid journal of this job."""
-        if not self.exists:
+        if not self.path.is_file():
             return None
         try:
             entry = files.parse_json(self.path.read_bytes())
@@ -95,11 +95,6 @@ class Journal:
     def due(self) -> bool:
         """Whether it is time to write the journal again."""
         return time.monotonic() - self._last_write >= self.seconds
-
-    @property
-    def exists(self) -> bool:
-        """Whether the journal's file exists."""
-        return self.path.is_file()
 
     def write(self, state: State) -> None:
         """Write `state` to the journal. It replaces the state that was stored before."""

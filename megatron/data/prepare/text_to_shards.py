@@ -115,8 +115,8 @@ class Preparation:
                 raise self.journal.explain(error) from error
             finally:
                 for output in self.outputs:
-                    output.keep_parts = self.journal.exists
-                if not self.journal.exists:
+                    output.keep_parts = self.journal.path.is_file()
+                if not self.journal.path.is_file():
                     self.skipped_part.unlink(missing_ok=True)
 
     def _resume(self) -> None:
@@ -129,7 +129,8 @@ class Preparation:
             text = f"going on after {state.counts['documents']:,} documents"
         else:
             why = self.journal.refused or "counts more than the .part files hold"
-            text = f"{self.journal.path}: {why}; starting over" if self.journal.exists else ""
+            path = self.journal.path
+            text = f"{path}: {why}; starting over" if path.is_file() else ""
             self.journal.remove()
         if text:
             print(text, file=sys.stderr)
