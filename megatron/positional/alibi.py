@@ -26,7 +26,8 @@ class Alibi(PositionalEmbedding):
     parameters = (ThetaParameter("slope", trained=False),)
 
     def initial_theta(self, num_heads: int, generator: torch.Generator | None = None) -> Tensor:
-        return torch.tensor(slopes(num_heads), dtype=torch.float32)[:, None]
+        slope_H = torch.tensor(slopes(num_heads), dtype=torch.float32)
+        return slope_H.clamp(min=self.parameters[0].low)[:, None]
 
     def bias(self, theta_HN: Tensor, d: Tensor) -> Tensor:
         d, slope = self.columns(theta_HN, d)

@@ -76,6 +76,8 @@ class PositionalEmbedding(FixedValue):
     tempers_bias: bool = False
     """Whether the temperature multiplies the bias, too: t (s + b) instead of t s + b."""
 
+    _terms: tuple[PositionalEmbedding, ...] = ()
+
     def __init__(self, numerics: Numerics = WIDE):
         self.numerics = numerics
 
@@ -100,7 +102,7 @@ class PositionalEmbedding(FixedValue):
     @property
     def terms(self) -> tuple[PositionalEmbedding, ...]:
         """The embeddings that act together in this one, or only itself."""
-        return (self,)
+        return self._terms or (self,)
 
     def has(self, kind: Kind) -> bool:
         """Return whether this embedding, or one of `self.terms`, has this kind."""
