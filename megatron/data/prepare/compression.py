@@ -1,7 +1,7 @@
 """Read plain, gzip, zstandard, xz and bzip2 files as byte streams that report truncation.
 
-`CountedFile` hashes the bytes of a file while they are read, so a file that is read for
-its text need not be read again for its SHA-256.
+`CountedFile` hashes the bytes of a file while they are read, so a file that is read for its text
+need not be read again for its SHA-256.
 """
 
 import bz2
@@ -33,7 +33,8 @@ class CountedFile(io.FileIO):
     """A file that hashes its bytes while they are read from start to end."""
 
     # These call `readinto`, and those of FileIO do not.
-    read, readall = io.RawIOBase.read, io.RawIOBase.readall
+    read = io.RawIOBase.read  # pyright: ignore[reportAssignmentType]  nobody passes None
+    readall = io.RawIOBase.readall
 
     def __init__(self, path: str | os.PathLike) -> None:
         super().__init__(path)
