@@ -33,7 +33,7 @@ from megatron.data.prepare.chunks import Limits
 from megatron.data.prepare.command import add_shared_flags, exit_code
 from megatron.data.prepare.encode import EncodeOptions
 from megatron.data.prepare.sources import find_sources
-from megatron.data.prepare.text_to_shards import Preparation, PrepareOptions
+from megatron.data.prepare.text_to_shards import Preparation
 from megatron.data.shards.format import shard_path
 from megatron.data.shards.manifest import read_manifest
 from megatron.data.tokenizers.base import Tokenizer
@@ -208,16 +208,20 @@ def prepare(arguments: argparse.Namespace) -> str:
         ftfy=arguments.ftfy,
         pile_sets=tuple(arguments.pile_set),
     )
-    options = PrepareOptions(
+    Preparation(
+        sources,
+        [prefix],
+        tokenizer,
         encode,
         arguments.workers,
         arguments.on_error,
         arguments.partition,
         arguments.checkpoint_seconds,
-        limits=Limits(arguments.max_document_bytes, arguments.max_expansion),
-    )
-    label = f"tokenising {arguments.name}"
-    Preparation(sources, [prefix], tokenizer, options, archive, about, label).run()
+        Limits(arguments.max_document_bytes, arguments.max_expansion),
+        archive,
+        about,
+        label=f"tokenising {arguments.name}",
+    ).run()
     return prefix
 
 

@@ -16,8 +16,7 @@ from megatron import entry
 import numpy as np
 
 from megatron.data.errors import ShardError
-from megatron.data.shards.manifest import read_manifest
-from megatron.data.shards.matching_tokenizer import check_tokenizer
+from megatron.data.shards.manifest import check_tokenizer, read_manifest
 from megatron.data.shards.reader import ShardReader
 from megatron.data.tokenizers.base import Tokenizer
 from megatron.data.tokenizers.build import build_tokenizer

@@ -1,7 +1,5 @@
 """The values of `data_path` that start with `builtin:`."""
 
-from __future__ import annotations
-
 from typing import Any
 
 PREFIX = "builtin:"

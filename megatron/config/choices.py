@@ -4,8 +4,6 @@ Some names have aliases, and some names of GPT-NeoX are refused with a reason. A
 may write names in upper or lower case. The resolved config has the spelling of this file.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any
@@ -17,7 +15,7 @@ from megatron.config.per_layer import per_layer, values_of
 from megatron.embedding_names import OTHERS, POSITIONAL_ALIASES
 
 
-def _choice(names: str, **others: Mapping[str, str]) -> BeforeValidator:
+def choice(names: str, **others: Mapping[str, str]) -> BeforeValidator:
     """Return a pydantic validator that accepts one of several names.
 
     Args:
@@ -105,36 +103,31 @@ Width = Annotated[Any, BeforeValidator(per_layer(_width))]
 _TE = dict.fromkeys(("te_layernorm", "te_rmsnorm"), "Transformer Engine is not used")
 Norm = Annotated[
     str,
-    _choice("layernorm rmsnorm scalenorm", refused=_not_built("non_parametric_layernorm") | _TE),
+    choice("layernorm rmsnorm scalenorm", refused=_not_built("non_parametric_layernorm") | _TE),
 ]
 
 Activation = Annotated[
     str,
-    _choice(
+    choice(
         "gelu relu softsign swish mish geglu swiglu reglu glu bilinear",
         aliases={"silu": "swish"},  # the same function, x * sigmoid(x)
     ),
 ]
 
-AttentionBackend = Annotated[str, _choice("auto fused blocked flex sdpa eager")]
-
 Init = Annotated[
     str,
-    _choice(
+    choice(
         "normal scaled_normal orthogonal scaled_orthogonal xavier_uniform xavier_normal wang_init "
         "small_init",
         refused=_not_built("single_residual_scaled_normal"),
     ),
 ]
 
-Side = Annotated[str, _choice("row column")]
-QKNormKind = Annotated[str, _choice("by_head shared joined")]
-
 TOKENIZERS = "GPT2BPETokenizer HFTokenizer SPMTokenizer CharLevelTokenizer ByteLevelTokenizer"
 """The tokenizers of text, as one text."""
 TOKENIZERS_NOT_BUILT = ("HFGPT2Tokenizer", "TiktokenTokenizer")
 Tokenizer = Annotated[
-    str, _choice(f"{TOKENIZERS} TaskTokenizer", refused=_not_built(*TOKENIZERS_NOT_BUILT))
+    str, choice(f"{TOKENIZERS} TaskTokenizer", refused=_not_built(*TOKENIZERS_NOT_BUILT))
 ]
 
 _OTHERS = ("onebitadam", "cpu_adam", "cpu_torch_adam", "sm3", "madgrad_wd", "lion", "lamb")
@@ -142,28 +135,11 @@ OptimizerType = Annotated[
     str,
     # Both names select decoupled weight decay, because the published code uses apex's Adam, whose
     # default is decoupled weight decay.
-    _choice("adam fusedadam sgd muon", aliases={"adamw": "adam"}, refused=_not_built(*_OTHERS)),
+    choice("adam fusedadam sgd muon", aliases={"adamw": "adam"}, refused=_not_built(*_OTHERS)),
 ]
-
-DecayStyle = Annotated[str, _choice("constant linear cosine exponential wsd")]
-
-WsdDecay = Annotated[str, _choice("cosine linear exponential minus_sqrt")]
 
 LONG_PRECISIONS = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
-Precision = Annotated[str, _choice("fp32 bf16 fp16", aliases=LONG_PRECISIONS)]
+Precision = Annotated[str, choice("fp32 bf16 fp16", aliases=LONG_PRECISIONS)]
 
-DistributedBackend = Annotated[str, _choice("nccl gloo")]
-
-RetrofitInit = Annotated[str, _choice("gentle fit drawn")]
-
-OnBadLoss = Annotated[str, _choice("stop skip roll_back")]
-
-CompileMode = Annotated[
-    str, _choice("default reduce-overhead max-autotune max-autotune-no-cudagraphs")
-]
 MODES_WITH_CUDA_GRAPHS = ("reduce-overhead", "max-autotune")
 """The modes of `torch.compile` that use CUDA graphs."""
-
-EvalSplit = Annotated[str, _choice("valid test")]
-
-WandbMode = Annotated[str, _choice("online offline disabled")]

@@ -1,7 +1,5 @@
 """Parse the arguments that several commands share: config files and overrides."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import sys

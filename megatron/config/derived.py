@@ -1,7 +1,5 @@
 """Compute the fields that follow from other fields and from the number of processes."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 from megatron.config.rules.batch import derive_batch_sizes

@@ -1,7 +1,5 @@
 """Format a config as the text that `train.py --check` prints, and tell the user how to resume."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -9,7 +7,6 @@ from typing import Any
 from megatron.config.fields import key_of
 from megatron.config.mlp_width import GATED
 from megatron.config.schema import Config
-from megatron.config.sections.model import ModelConfig
 
 HIGHEST_RATES = ((20e9, 1.5e-4), (1e9, 3e-4))
 """Numbers of parameters, and Adam's highest published learning rate of models at least so large.
@@ -67,6 +64,9 @@ def _derived(config: Config) -> list[str]:
     tokens = b.train_batch_size * m.seq_length
     context = f" x {p.context_parallel_size} context" if p.context_parallel_size > 1 else ""
     heads = m.num_attention_heads
+    width = f"intermediate_size {m.intermediate_size}" + " x 2/3 / 2" * (m.activation in GATED)
+    if m.mlp_multiple_of > 1:
+        width += f", rounded up to a multiple of {m.mlp_multiple_of}"
     lines = [
         f"data-parallel size {p.data_parallel_size} = {p.world_size} process(es) / "
         f"({p.pipe_parallel_size} pipe x {p.model_parallel_size} model{context})",
@@ -76,24 +76,13 @@ def _derived(config: Config) -> list[str]:
         f"in all {tokens * t.train_iters:,}",
         f"head size {m.head_dim}"
         + f" = {m.hidden_size} / {m.num_attention_heads}" * (m.head_dim * heads == m.hidden_size),
-        f"MLP inner width {m.inner_width} = {_inner_width(m)}",
+        f"MLP inner width {m.inner_width} = {width}",
         f"warm-up {config.lr.warmup * config.lr.decay_iters:g} iterations = "
         f"{config.lr.warmup:g} x {config.lr.decay_iters}",
     ]
     if t.train_iters == 0:
         lines.append("train_iters is 0: nothing is trained, only evaluated")
     return lines
-
-
-def _inner_width(m: ModelConfig) -> str:
-    """Return a text that says how the inner width of the MLP is computed.
-
-    For example, "intermediate_size 768, rounded up to a multiple of 64".
-    """
-    text = f"intermediate_size {m.intermediate_size}"
-    text += " x 2/3 / 2" if m.activation in GATED else ""
-    many = m.mlp_multiple_of
-    return f"{text}, rounded up to a multiple of {many}" if many > 1 else text
 
 
 def _show(value: Any) -> str:

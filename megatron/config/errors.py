@@ -4,8 +4,6 @@ A problem is printed as one line: `file:line: key: what is wrong; what to write 
 problems of a configuration are collected and raised together in one `ConfigError`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 

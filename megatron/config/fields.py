@@ -6,8 +6,6 @@ write instead. YAML floats without a fraction (`1e5`) are accepted as whole numb
 converted to a number, and a number is never converted to text or to a flag.
 """
 
-from __future__ import annotations
-
 import math
 import sys
 from collections.abc import Callable, Iterable, Mapping

@@ -1,7 +1,5 @@
 """Convert a config back to GPT-NeoX's keys, the form that checkpoints and run folders store."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping
 from typing import Any
 

@@ -9,8 +9,6 @@ The steps are:
 5. Build the `Config` (`schema`).
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from functools import cache
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Compute the inner width of the MLP, as in gpt-neox."""
 
-from __future__ import annotations
-
 GATED = ("geglu", "swiglu", "reglu", "glu", "bilinear")
 """The activations that split the output of the MLP's first layer into a value and a gate."""
 

@@ -3,8 +3,6 @@
 A path is a prefix (the file's path without `.bin` or `.idx`) or a glob that matches prefixes.
 """
 
-from __future__ import annotations
-
 import math
 from typing import Annotated, Any
 

@@ -7,8 +7,6 @@ The syntax is that of GPT-NeoX's `attention_config`. A value is a list of groups
 [[[rotary, none], all]]          `rotary` and `none` in turn, up to the last layer
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -12,8 +12,6 @@ module's function `scalar` converts the unquoted values. PyYAML follows YAML 1.1
 float, `010` as 10, and both `1:30` and `2020-01-01` as text.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace

@@ -7,12 +7,8 @@ comment names the default that is used. Lengths are counted in tokens, iteration
 steps, and batch sizes in sequences.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from typing import Any
-
-from pydantic import BaseModel, ConfigDict
 
 from megatron.config import flat
 from megatron.config.sections.base import Section
@@ -22,7 +18,7 @@ from megatron.config.sections.parallel import CheckpointConfig, ParallelConfig
 from megatron.config.sections.training import BatchConfig, LrConfig, OptimizerConfig, TrainingConfig
 
 
-class Config(BaseModel):
+class Config(Section):
     """All settings of a run. Configs with equal sections are equal.
 
     Attributes:
@@ -33,8 +29,6 @@ class Config(BaseModel):
     """
 
     # Built by `load_config`.
-
-    model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=())
 
     model: ModelConfig
     data: DataConfig

@@ -4,8 +4,6 @@
 `megatron.engine.build` therefore checks the parameters' names and bounds.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from typing import Annotated, Any

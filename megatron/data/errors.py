@@ -1,7 +1,5 @@
 """Errors of `megatron/data`. Each error text names the fault, the file and the remedy."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 

@@ -6,8 +6,6 @@ system, two processes may do the same work. Therefore each process writes its fi
 names of its own and renames the files when they are complete.
 """
 
-from __future__ import annotations
-
 import fcntl
 import os
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Compute the activations of an MLP. Exports contain this file (see `megatron.hub.bundle`)."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 
 import torch

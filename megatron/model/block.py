@@ -23,8 +23,6 @@ rank instead holds all positions, but fewer heads. `gpt_j_residual` adds the out
 and MLP before the reduction over ranks, so that one reduction suffices.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext

@@ -8,8 +8,6 @@ If tensor-parallel ranks apply the same weights to different vectors, the gradie
 are summed over these ranks (`copy_to`).
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

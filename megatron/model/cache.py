@@ -13,37 +13,12 @@ With a sliding window, columns that no later token sees are dropped. The others 
 Legend: B texts, T new columns, S kept columns, H heads, K key heads, E head size.
 """
 
-from __future__ import annotations
-
-from typing import NamedTuple
-
 import torch
 from torch import Tensor
 
 SPARE = 256
 """The number of columns by which a full cache grows. Growing copies the kept columns. This costs
 less than attention, which reads all kept columns for every new column."""
-
-
-class Kept(NamedTuple):
-    """The cached tensors from which one layer computes attention for new tokens.
-
-    A column is an index into the cached tokens, padding included.
-
-    Attributes:
-        k_BKSE, v_BKSE: The keys and values [batch, key heads, columns, head size] of all tokens,
-            new ones included.
-        decay_BHS: The sums of log-decays of all tokens, or None without forget gates.
-        starts_BS: For each column, the column at which its text starts, or 0 for padding. None
-            without padding.
-        query_offset: The column of the first new token.
-    """
-
-    k_BKSE: Tensor
-    v_BKSE: Tensor
-    decay_BHS: Tensor | None
-    starts_BS: Tensor | None
-    query_offset: int
 
 
 class LayerCache:
@@ -76,13 +51,22 @@ class LayerCache:
         column_T = torch.arange(count, device=self.padding_B.device) + self.columns
         return (column_T - self.padding_B[:, None]).clamp(min=0)
 
-    def extend(self, k_BKTE: Tensor, v_BKTE: Tensor, decay_BHT: Tensor | None) -> Kept:
+    def extend(
+        self, k_BKTE: Tensor, v_BKTE: Tensor, decay_BHT: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None, int]:
         """Add the keys and values of new tokens, and return all tensors that their attention needs.
 
         Args:
             k_BKTE, v_BKTE: The new keys and values [batch, key heads, new tokens, head size].
             decay_BHT: The sums of log-decays from the first new token on. None without forget
                 gates.
+
+        Returns:
+            (keys, values, decays, starts, offset). Keys and values are [batch, key heads, columns,
+            head size]. A column is an index into the cached tokens, padding included. `decays`
+            are the sums of log-decays, or None without forget gates. For each column, `starts`
+            has the column at which its text starts, or 0 for padding; it is None without padding.
+            `offset` is the column of the first new token.
         """
         if decay_BHT is not None and self._count:
             decay_BHT = decay_BHT + self._buffers[2][:, :, self._count - 1, None]
@@ -94,7 +78,7 @@ class LayerCache:
         for buffer, x in zip(self._buffers, new, strict=True):
             buffer[:, :, offset : self._count] = x
         k_BKSE, v_BKSE, *decay = (buffer[:, :, : self._count] for buffer in self._buffers)
-        return Kept(k_BKSE, v_BKSE, decay[0] if decay else None, self._starts(), offset)
+        return k_BKSE, v_BKSE, decay[0] if decay else None, self._starts(), offset
 
     def _make_room(self, new: list[Tensor]) -> None:
         """Allocate larger buffers, and copy into them what later queries still need."""

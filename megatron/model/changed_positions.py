@@ -13,8 +13,6 @@ they shared it before.
 Legend: H heads, N columns of theta.
 """
 
-from __future__ import annotations
-
 import math
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping

@@ -8,8 +8,6 @@ tokens of a sequence get a sorted random subset of 0 ... L - 1 as positions. A h
 draws them, so that they depend neither on the layout of the ranks nor on an interruption.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

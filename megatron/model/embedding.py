@@ -6,8 +6,6 @@ layer stores theta as `megatron.model.theta` describes.
 Legend: B batch, T positions of this rank, S positions of the full sequence, D hidden size.
 """
 
-from __future__ import annotations
-
 from typing import cast
 
 import torch

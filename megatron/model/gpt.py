@@ -15,8 +15,6 @@ positions. Under sequence parallelism, the ranks of `tp` also hold different pos
 inside the sharded layers (see `SequenceSplit`).
 """
 
-from __future__ import annotations
-
 from typing import Any, cast
 
 import torch

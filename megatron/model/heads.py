@@ -7,8 +7,6 @@ file (see `megatron.hub.bundle`).
 Legend: B batch, T positions, H heads, K key heads, G query heads per key head, E head size.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import torch

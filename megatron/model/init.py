@@ -12,8 +12,6 @@ the parameter's name (`named_generator`). Each rank then keeps its slice.
 Legend: N(mean, standard deviation), L layers, D hidden size, std = init_method_std.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable
 from functools import partial

@@ -11,8 +11,6 @@ contain this file (see `megatron.hub.bundle`).
 Legend: D size of the last dimension.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

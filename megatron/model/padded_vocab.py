@@ -1,7 +1,5 @@
 """Pad the vocabulary, so that tensor-parallel ranks have equal parts of the embedding."""
 
-from __future__ import annotations
-
 
 def padded_vocab_size(vocab_size: int, divisible_by: int) -> int:
     """Return the smallest multiple of `divisible_by` that is at least `vocab_size`."""

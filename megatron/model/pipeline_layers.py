@@ -22,8 +22,6 @@ N parameters per head, L blocks.
 Parameters have the same names as in `GPT`. A layer's name is the prefix of its parameters' names.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any

@@ -9,8 +9,6 @@ over the ranks, which have different heads. A joined norm sums the squares over 
 Legend: H heads, E head size.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from torch import Tensor

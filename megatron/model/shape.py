@@ -1,7 +1,5 @@
 """Hold the values from which a model is built: its shape and its plan."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 

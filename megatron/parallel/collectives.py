@@ -24,8 +24,6 @@ rank gets the full gradient of the bias. The backward pass of `share` requires t
 on all ranks. This holds if `reduce` or `reduce_scatter` follows.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

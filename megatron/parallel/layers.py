@@ -13,8 +13,6 @@ model then draws each full tensor with a seed made of the parameter's name, and 
 slice.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor, nn
 

@@ -6,8 +6,6 @@ which takes half the time (`benchmarks/host/linear_time.py`). Generation has few
 gradients, so it uses oneDNN's own product. Both libraries compute in fp32.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import torch

@@ -10,8 +10,6 @@ that should differ between these ranks come from a separate stream of each rank 
 example is the dropout of attention heads, because each rank has different heads.
 """
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Iterator
 from contextlib import contextmanager

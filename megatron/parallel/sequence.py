@@ -5,8 +5,6 @@ tensor-parallel group `tp` splits each context slice further. All hidden states 
 to the output layer are split in this way.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

@@ -5,8 +5,6 @@ on every rank. Initial values are drawn for the full parameter and then sliced, 
 depend on the number of ranks. The slices in a checkpoint can be joined to the full parameter again.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import cast

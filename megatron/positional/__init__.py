@@ -5,8 +5,6 @@
 `tests/positional/formulas64.py`. Nothing else changes.
 """
 
-from __future__ import annotations
-
 import importlib
 import inspect
 from pathlib import Path

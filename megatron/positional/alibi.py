@@ -5,8 +5,6 @@ slopes are the geometric sequence 2^(-8/H), 2^(-16/H), and so on. Otherwise they
 the next lower power of two, followed by every other slope for the next higher power of two.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 
@@ -25,11 +23,11 @@ def slopes(num_heads: int) -> list[float]:
 class Alibi(PositionalEmbedding):
     """ALiBi: the bias -m d at the query-key distance d, with a fixed slope m for each head."""
 
-    kind = "distance"
     parameters = (ThetaParameter("slope", trained=False),)
 
     def initial_theta(self, num_heads: int, generator: torch.Generator | None = None) -> Tensor:
-        return torch.tensor(slopes(num_heads), dtype=torch.float32)[:, None]
+        slope_H = torch.tensor(slopes(num_heads), dtype=torch.float32)
+        return slope_H.clamp(min=self.parameters[0].low)[:, None]
 
     def bias(self, theta_HN: Tensor, d: Tensor) -> Tensor:
         d, slope = self.columns(theta_HN, d)

@@ -7,8 +7,6 @@ changes every slope by about the learning rate in each step. So small slopes (fr
 faster, relative to their size, than large ones.
 """
 
-from __future__ import annotations
-
 from megatron.positional.alibi import Alibi
 from megatron.positional.theta_parameter import ThetaParameter
 

@@ -7,8 +7,6 @@ query.) beta < 0 suppresses near keys, beta = 0 is no bias at all, and beta = 1 
 learned slope. For BAM-SSMax, combine it with `log_n` and its option `temper_bias`.
 """
 
-from __future__ import annotations
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -24,7 +22,6 @@ class Bam(PositionalEmbedding):
     initially 0. The paper does not train theta_mu.
     """
 
-    kind = "distance"
     parameters = tuple(ThetaParameter(f"theta_{name}") for name in ("alpha", "beta", "mu"))
 
     def initial_theta(self, num_heads: int, generator: torch.Generator | None = None) -> Tensor:

@@ -42,7 +42,6 @@ from megatron.suggest import did_you_mean
 
 Kind = Literal["distance", "temperature", "gate", "sink", "rotary", "input", "none"]
 
-
 KIND_OF: dict[str, Kind] = {
     "bias": "distance", "weight": "distance", "temperature": "temperature", "decay": "gate",
     "sink": "sink", "turn": "rotary", "table": "input",
@@ -75,6 +74,7 @@ class PositionalEmbedding(FixedValue):
     The method `bias` then has a third argument, the positions of the queries."""
     tempers_bias: bool = False
     """Whether the temperature multiplies the bias, too: t (s + b) instead of t s + b."""
+    _terms: tuple[PositionalEmbedding, ...] = ()
 
     def __init__(self, numerics: Numerics = WIDE):
         self.numerics = numerics
@@ -101,7 +101,7 @@ class PositionalEmbedding(FixedValue):
     @property
     def terms(self) -> tuple[PositionalEmbedding, ...]:
         """The embeddings that act together in this one, or only itself."""
-        return (self,)
+        return self._terms or (self,)
 
     def has(self, kind: Kind) -> bool:
         """Return whether this embedding, or one of `self.terms`, has this kind."""

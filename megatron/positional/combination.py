@@ -63,10 +63,6 @@ class Combination(PositionalEmbedding):
         return self._terms
 
     @property
-    def terms(self) -> tuple[PositionalEmbedding, ...]:
-        return self._terms
-
-    @property
     def name(self) -> str:
         return " + ".join(term.name for term in self._terms)
 
@@ -186,6 +182,7 @@ class PerLayer(PositionalEmbedding):
     def __init__(self, layers: Sequence[PositionalEmbedding], *, own_theta: bool):
         super().__init__(layers[0].numerics)
         self._layers, self._own_theta = tuple(layers), own_theta
+        self._terms = tuple(term for pos in dict.fromkeys(layers) for term in pos.terms)
         self._columns: list[slice] = []
         self._drawn: list[PositionalEmbedding] = []
         known: dict[PositionalEmbedding, slice] = {}
@@ -204,10 +201,6 @@ class PerLayer(PositionalEmbedding):
                 self._drawn.append(pos)
             self._columns.append(known[pos])
         self.parameters = tuple(parameters)
-
-    @property
-    def terms(self) -> tuple[PositionalEmbedding, ...]:
-        return tuple(term for pos in dict.fromkeys(self._layers) for term in pos.terms)
 
     @property
     def name(self) -> str:

@@ -9,8 +9,6 @@ has no constant term, because a constant added to all logits does not change the
 sink a constant would matter, but the sink's learned logit has the same effect.)
 """
 
-from __future__ import annotations
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -32,7 +30,6 @@ class Fire(PositionalEmbedding):
         width: The number of terms of the sum.
     """
 
-    kind = "distance"
     reads_position = True
 
     def __init__(self, length: int = 512, width: int = 32, *, numerics: Numerics = WIDE):

@@ -4,8 +4,6 @@ A backend compiles an embedding's formula once. What it has compiled serves ever
 so a program may make a new object for each call. Therefore embeddings cannot be changed.
 """
 
-from __future__ import annotations
-
 import copy
 from dataclasses import is_dataclass
 from types import NoneType

@@ -7,8 +7,6 @@ The sum of log f over the tokens after key j, up to query i, is added to the log
     log f_{j+1} + ... + log f_i = c_i - c_j        c_i = log f_1 + ... + log f_i
 """
 
-from __future__ import annotations
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -21,8 +19,6 @@ class ForgetGate(PositionalEmbedding):
 
     Each layer of the model has its own w and b and trains them. They are not in this class.
     """
-
-    kind = "gate"
 
     def decay(self, gate_BHT: Tensor) -> Tensor:
         """Return the decay c [batch, heads, positions] in fp64.

@@ -5,8 +5,6 @@ and Table 6. The constant -a, which softmax ignores, makes b_h(0) = 0. Without t
 kernel is positive definite. The paper finds that bounded biases such as this extrapolate badly.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 
@@ -20,7 +18,6 @@ class Gaussian(PositionalEmbedding):
     Initially a, r ~ U(0, 1). The bounds are a, r >= 0.01.
     """
 
-    kind = "distance"
     # The KERPLE paper has no initial values and bounds for this kernel. Those of the coefficients
     # in its other kernels are used.
     parameters = (factor("gauss_a"), factor("gauss_r"))

@@ -5,8 +5,6 @@ and Table 6. The constant -a, which softmax ignores, makes b_h(0) = 0. exp(-r d^
 definite for 0 < p <= 2 only. With p = 2 the formula is that of `gaussian`.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 
@@ -20,7 +18,6 @@ class Gaussian3(PositionalEmbedding):
     Initially a, r ~ U(0, 1) and p ~ 2 U(0, 1). The bounds are a, r >= 0.01 and 0.01 <= p <= 2.
     """
 
-    kind = "distance"
     parameters = (factor("gauss_a"), factor("gauss_r"), power("gauss_p"))
 
     def bias(self, theta_HN: Tensor, d: Tensor) -> Tensor:

@@ -5,8 +5,6 @@ The KERPLE paper (arXiv 2205.09921) tests this factor as "1-para-wht" in Appendi
 product of query and key. w is positive definite, and w_h(0) = 1.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 
@@ -20,7 +18,6 @@ class GaussianMul(PositionalEmbedding):
     Initially r ~ U(0, 1). The bound is r >= 0.01.
     """
 
-    kind = "distance"
     # With r = 0.01, the factor is 0.1 at distance 15.
     parameters = (factor("gauss_r"),)
 

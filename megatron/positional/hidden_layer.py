@@ -9,8 +9,6 @@ the number of units. The operation is registered with torch, so that
 Legend: H heads, K hidden units, X numbers u per head.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

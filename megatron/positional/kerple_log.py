@@ -5,8 +5,6 @@ conditionally negative definite, so the bias b is conditionally positive definit
 large constant would make b positive definite, and the softmax is invariant to such a constant.
 """
 
-from __future__ import annotations
-
 from torch import Tensor
 
 from megatron.positional.base import PositionalEmbedding
@@ -19,7 +17,6 @@ class KerpleLog(PositionalEmbedding):
     Initially p ~ 2 U(0, 1) and a ~ U(0, 1). The bounds are p, a >= 0.01.
     """
 
-    kind = "distance"
     parameters = (
         ThetaParameter("bias_p", low=0.01, scale=2.0, gentle=0.5),
         factor("bias_a", gentle=0.05),

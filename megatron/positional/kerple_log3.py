@@ -5,8 +5,6 @@ is conditionally negative definite (CND). If f >= 0 is CND, so is log(1 + f). Th
 conditionally positive definite.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 
@@ -21,7 +19,6 @@ class KerpleLog3(PositionalEmbedding):
     The bounds are p, a >= 0.01 and 0.01 <= r <= 2.
     """
 
-    kind = "distance"
     parameters = (
         ThetaParameter("bias_p", low=0.01, scale=2.0, gentle=0.5),
         factor("bias_a", gentle=0.05),

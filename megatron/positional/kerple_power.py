@@ -6,8 +6,6 @@ d = 0 the bias is 0, and the derivative with respect to p contains d^p log d = 0
 evaluates this product as 0.
 """
 
-from __future__ import annotations
-
 from torch import Tensor
 
 from megatron.positional.base import PositionalEmbedding
@@ -20,7 +18,6 @@ class KerplePower(PositionalEmbedding):
     Initially p ~ 2 U(0, 1) and a ~ U(0, 1). The bounds are 0.01 <= p <= 2 and a >= 0.01.
     """
 
-    kind = "distance"
     parameters = (power("bias_p", gentle=0.5), factor("bias_a", gentle=0.1))
 
     def bias(self, theta_HN: Tensor, d: Tensor) -> Tensor:

@@ -6,8 +6,6 @@ The released code calls this kernel `kerple_power_ap_ap`. The bias has the form 
 and the factor has the form of `kerple_power_mul`. The two have separate parameters.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 
@@ -22,7 +20,6 @@ class KerplePowerAddMul(PositionalEmbedding):
     The bounds are 0.01 <= p, p' <= 2 and a, a' >= 0.01.
     """
 
-    kind = "distance"
     parameters = (power("bias_p"), factor("bias_a"), power("wei_p"), factor("wei_a"))
 
     def bias(self, theta_HN: Tensor, d: Tensor) -> Tensor:

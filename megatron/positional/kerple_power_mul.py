@@ -5,8 +5,6 @@ of query and key. w is positive definite, because w is the exponential of a cond
 definite kernel (arXiv 2205.09921). w_h(0) = 1.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 
@@ -20,7 +18,6 @@ class KerplePowerMul(PositionalEmbedding):
     Initially p ~ 2 U(0, 1) and a ~ U(0, 1). The bounds are 0.01 <= p <= 2 and a >= 0.01.
     """
 
-    kind = "distance"
     parameters = (power("wei_p"), factor("wei_a"))
 
     def weight(self, theta_HN: Tensor, d: Tensor) -> Tensor:

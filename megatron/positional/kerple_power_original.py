@@ -5,11 +5,6 @@ embedding is not exactly ALiBi. For example, ALiBi's last slope is 1/256 wheneve
 heads is a power of two. This file reproduces the released code. Use `alibi` for ALiBi itself.
 """
 
-from __future__ import annotations
-
-import torch
-from torch import Tensor
-
 from megatron.positional.alibi import Alibi
 from megatron.positional.theta_parameter import ThetaParameter
 
@@ -21,6 +16,3 @@ class KerplePowerOriginal(Alibi):
     """
 
     parameters = (ThetaParameter("bias_a", low=0.01, trained=False),)
-
-    def initial_theta(self, num_heads: int, generator: torch.Generator | None = None) -> Tensor:
-        return super().initial_theta(num_heads, generator).clamp(min=0.01)

@@ -6,8 +6,6 @@ arXiv 2601.06113, -delta d - beta log(1 + d) - gamma sqrt(d), is such a sum, wit
 (a = 1) and two powers (q = 1 and q = 1/2). Here a and q are learned.
 """
 
-from __future__ import annotations
-
 from functools import reduce
 
 from torch import Tensor
@@ -24,8 +22,6 @@ class KerpleSum(PositionalEmbedding):
         logs: The number of biases -p log(1 + a d) at the query-key distance d.
         powers: The number of biases -a d^p.
     """
-
-    kind = "distance"
 
     def __init__(self, logs: int = 1, powers: int = 2, *, numerics: Numerics = WIDE):
         super().__init__(numerics)

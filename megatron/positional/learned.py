@@ -5,8 +5,6 @@ parameter of the model and is initialised like the model's other weights. The ta
 `max_position_embeddings` rows, so the model cannot process longer sequences.
 """
 
-from __future__ import annotations
-
 from megatron.positional.base import PositionalEmbedding
 
 

@@ -8,8 +8,6 @@ With the option `temper_bias`, the temperature multiplies the sum of product and
 in BAM-SSMax (arXiv 2505.22842). Then i is always the position within the document.
 """
 
-from __future__ import annotations
-
 import math
 
 import torch
@@ -30,7 +28,6 @@ class LogN(PositionalEmbedding):
         temper_bias: Whether the temperature also multiplies biases.
     """
 
-    kind = "temperature"
     parameters = (ThetaParameter("temperature"),)
 
     def __init__(self, length: int = 512, temper_bias: bool = False, *, numerics: Numerics = WIDE):

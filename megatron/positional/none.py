@@ -3,12 +3,8 @@
 Haviv et al. 2022 (arXiv 2203.16634) find that causal models learn positions from the mask alone.
 """
 
-from __future__ import annotations
-
 from megatron.positional.base import PositionalEmbedding
 
 
 class NoPosition(PositionalEmbedding):
     """Embedding without any effect."""
-
-    kind = "none"

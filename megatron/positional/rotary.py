@@ -27,8 +27,6 @@ where n_m = `high_freq_factor`.
 Legend: B batch, H heads, T positions, E head size.
 """
 
-from __future__ import annotations
-
 import math
 
 import torch
@@ -61,8 +59,6 @@ class Rotary(PositionalEmbedding):
         low_freq_factor, high_freq_factor: `llama3` leaves frequencies with more than
             `high_freq_factor` turns. It scales those with fewer than `low_freq_factor` turns.
     """
-
-    kind = "rotary"
 
     def __init__(
         self,

@@ -10,8 +10,6 @@ size). The caller must pass this factor as the option `scale`, because an embedd
 contain the head size.
 """
 
-from __future__ import annotations
-
 import math
 
 import torch
@@ -31,8 +29,6 @@ class Rpe(PositionalEmbedding):
             num_buckets // 2.
         scale: A number that multiplies the learned biases. GPT-NeoX uses sqrt(head size).
     """
-
-    kind = "distance"
 
     def __init__(
         self,

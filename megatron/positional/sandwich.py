@@ -9,8 +9,6 @@ The constant -S(0) = -D/2, which softmax ignores, makes b_h(0) = 0. D is an opti
 model's hidden size.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 
@@ -28,7 +26,6 @@ class Sandwich(PositionalEmbedding):
         dimensions: The size of a position vector. It must be even (128 in the paper).
     """
 
-    kind = "distance"
     parameters = (ThetaParameter("scale", trained=False),)
 
     def __init__(self, dimensions: int = 128, *, numerics: Numerics = WIDE):

@@ -4,8 +4,6 @@ A head that finds nothing to attend to can give its weight to the null key. With
 key, as Xiao et al. 2023 (arXiv 2309.17453) observed, heads give that weight to the first tokens.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 
@@ -19,7 +17,6 @@ class Sink(PositionalEmbedding):
     Each head has a learned logit for this key, which is initially 0.
     """
 
-    kind = "sink"
     parameters = (ThetaParameter("sink"),)
 
     def initial_theta(self, num_heads: int, generator: torch.Generator | None = None) -> Tensor:

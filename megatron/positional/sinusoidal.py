@@ -7,8 +7,6 @@ With hidden size D:
     f_m = 10000^(-2m/D)
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 
@@ -18,8 +16,6 @@ from megatron.positional.rotary import frequencies
 
 class Sinusoidal(PositionalEmbedding):
     """Sinusoidal position vectors. They have no parameters and are defined at every position."""
-
-    kind = "input"
 
     def table(self, positions: Tensor, dim: int, dtype: torch.dtype = torch.float32) -> Tensor:
         """Return position vectors [*positions.shape, dim] in `dtype`, but at least in fp32."""

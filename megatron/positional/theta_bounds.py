@@ -3,8 +3,6 @@
 Legend: H heads, N columns of theta.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

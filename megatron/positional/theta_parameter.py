@@ -1,7 +1,5 @@
 """Describe one column of theta, the parameters of an embedding."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any

@@ -11,11 +11,9 @@ from hypothesis import example, given
 
 from megatron.data.errors import TokenizerError
 from megatron.data.prepare.sources import find_sources
-from megatron.data.prepare.text_to_shards import Preparation, PrepareOptions
+from megatron.data.prepare.text_to_shards import Preparation
 from megatron.data.tokenizers.byte_level import ByteLevelTokenizer
 from tests.fuzz.damage import FOLDER, damaged, in_time
-
-OPTIONS = PrepareOptions(checkpoint_seconds=0)
 
 
 class Interrupted(ByteLevelTokenizer):
@@ -35,10 +33,10 @@ def interrupted() -> tuple[Path, bytes, dict[str, bytes]]:
     for name in ("one", "two"):
         (folder / f"{name}.jsonl").write_text(f'"{name}"\n')
     sources = find_sources([folder / "*.jsonl"])
-    Preparation(sources, [folder / "whole"], ByteLevelTokenizer(), OPTIONS).run()
+    Preparation(sources, [folder / "whole"], ByteLevelTokenizer(), checkpoint_seconds=0).run()
     whole = {suffix: (folder / f"whole{suffix}").read_bytes() for suffix in (".bin", ".idx")}
     try:
-        Preparation(sources, [folder / "x"], Interrupted(), OPTIONS).run()
+        Preparation(sources, [folder / "x"], Interrupted(), checkpoint_seconds=0).run()
     except TokenizerError as error:
         assert "goes on after the first 1 documents" in str(error)
     return folder, (folder / "x.journal").read_bytes(), whole
@@ -61,6 +59,6 @@ def test_a_journal(content: bytes) -> None:
     (other / "x.journal").write_bytes(content)
     sources = find_sources([folder / "one.jsonl", folder / "two.jsonl"])
     with in_time():
-        Preparation(sources, [other / "x"], ByteLevelTokenizer(), OPTIONS).run()
+        Preparation(sources, [other / "x"], ByteLevelTokenizer(), checkpoint_seconds=0).run()
     assert {suffix: (other / f"x{suffix}").read_bytes() for suffix in whole} == whole
     assert sorted(path.name for path in other.iterdir()) == ["x.bin", "x.idx", "x.json"]

@@ -78,8 +78,9 @@ def test_a_window_forgets_keys_that_nobody_sees(monkeypatch, backend, window):
     whole = model(ids[:1]), model(ids[1:, 5:])
     torch.testing.assert_close(found[:1], whole[0], rtol=0, atol=1e-12)
     torch.testing.assert_close(found[1:, 5:], whole[1], rtol=0, atol=1e-12)
-    held = [kept[i].extend(*[torch.zeros(2, 2, 1, 8)] * 2, torch.zeros(2, 2, 1)) for i in (0, 1)]
-    assert held[0].k_BKSE.shape[2] <= window + 4 + 1 and held[1].k_BKSE.shape[2] == LENGTH + 1
+    new = (*[torch.zeros(2, 2, 1, 8)] * 2, torch.zeros(2, 2, 1))
+    keys = [kept[i].extend(*new)[0] for i in (0, 1)]
+    assert keys[0].shape[2] <= window + 4 + 1 and keys[1].shape[2] == LENGTH + 1
 
 
 @torch.no_grad()

@@ -26,7 +26,7 @@ from pathlib import Path
 import numpy as np
 
 from megatron.data.prepare.sources import find_sources
-from megatron.data.prepare.text_to_shards import Preparation, PrepareOptions
+from megatron.data.prepare.text_to_shards import Preparation
 from megatron.data.samples.dataset import TokenDataset
 from megatron.data.samples.loader import TrainLoader, published_start, sample_counts
 from megatron.data.samples.split import SPLITS, split_documents
@@ -56,7 +56,7 @@ def check_corpora(folder: Path, name: str) -> Iterator[Result]:
             continue
         with tempfile.TemporaryDirectory() as temporary:
             prefix = Path(temporary) / shards
-            Preparation(find_sources([corpus]), [prefix], tokenizer, PrepareOptions()).run()
+            Preparation(find_sources([corpus]), [prefix], tokenizer).run()
             for end in (".bin", ".idx"):
                 published = (folder / (shards + end)).read_bytes()
                 ours = prefix.with_name(shards + end).read_bytes()

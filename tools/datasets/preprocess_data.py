@@ -24,7 +24,7 @@ from megatron.data.prepare.chunks import Limits
 from megatron.data.prepare.command import add_shared_flags, exit_code
 from megatron.data.prepare.encode import EncodeOptions
 from megatron.data.prepare.sources import find_sources
-from megatron.data.prepare.text_to_shards import Preparation, PrepareOptions
+from megatron.data.prepare.text_to_shards import Preparation
 from megatron.data.tokenizers.build import TYPES, build_tokenizer
 
 
@@ -59,19 +59,21 @@ def main(argv: list[str] | None = None) -> int:
 def prepare(arguments: argparse.Namespace) -> int:
     """Tokenise the input files, write the shards of every key, and return exit code 0."""
     keys = tuple(arguments.jsonl_keys)
-    options = PrepareOptions(
-        EncodeOptions(keys, arguments.append_eod, arguments.ftfy),
-        max(1, arguments.workers),
-        arguments.on_error,
-        limits=Limits(arguments.max_document_bytes, arguments.max_expansion),
-    )
     sources = find_sources(arguments.input.split(","))
     tokenizer = build_tokenizer(
         arguments.tokenizer_type, arguments.vocab_file, arguments.merge_file, arguments.backend
     )
     print(f"Vocab size: {tokenizer.vocab_size}\nOutput prefix: {arguments.output_prefix}")
     prefixes = [f"{arguments.output_prefix}_{key}_document" for key in keys]
-    Preparation(sources, prefixes, tokenizer, options).run()
+    Preparation(
+        sources,
+        prefixes,
+        tokenizer,
+        EncodeOptions(keys, arguments.append_eod, arguments.ftfy),
+        max(1, arguments.workers),
+        arguments.on_error,
+        limits=Limits(arguments.max_document_bytes, arguments.max_expansion),
+    ).run()
     return 0
 
 

@@ -5,8 +5,6 @@ other keys (`keys_read_together.py`, `zero.py`), keys without effect (`no_effect
 (`refused.py`) and unknown keys. The values of fields are validated later, by `load_config`.
 """
 
-from __future__ import annotations
-
 from megatron.config.neox import keys_read_together, zero
 from megatron.config.neox.known_keys import (
     FIELD_OF,
@@ -37,12 +35,11 @@ def translate(settings: Settings) -> Translation:
     others = _sort_keys(_by_key(settings), out)
     zero.read_zero(others, out)
     keys_read_together.read_precision(others, out)
-    keys_read_together.read_intervals(others, out)
-    keys_read_together.read_width(others, out)
+    for key, read in keys_read_together.READ.items():
+        if key in others:
+            read(others[key], out)
     keys_read_together.read_vocabulary(out)
-    keys_read_together.read_attention(others, out)
-    keys_read_together.read_curriculum(others, out)
-    keys_read_together.note_dape(out)
+    keys_read_together.add_notes(out)
     return out
 
 

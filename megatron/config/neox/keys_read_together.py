@@ -1,11 +1,8 @@
 """Read the keys that must be read together, because GPT-NeoX has several ways to write one setting.
 
 For example, `fp16.enabled` and `precision` both set the precision. Each function `read_*` adds
-values of fields, notes and problems to the `Translation` called `out`. The argument `others` holds
-the settings of the known keys that do not set a field by themselves.
+values of fields, notes and problems to the `Translation` called `out`.
 """
-
-from __future__ import annotations
 
 import math
 import re
@@ -19,17 +16,7 @@ from megatron.config.per_layer import per_layer, problem_of, values_of
 from megatron.config.reader import Given
 from megatron.config.sections.model import ModelConfig
 
-KEYS = {
-    "attention_config",
-    "checkpoint_factor",
-    "curriculum_learning",
-    "expansion_factor",
-    "lr_decay_fraction",
-    "fp16.enabled",
-    "fp16.type",
-    "bf16.enabled",
-}
-"""The known keys that do not set a field by themselves, and that this file reads."""
+_PRECISION = {"fp16.enabled", "fp16.type", "bf16.enabled"}
 
 
 def read_precision(others: dict[str, Given], out: Translation) -> None:
@@ -63,23 +50,20 @@ def read_precision(others: dict[str, Given], out: Translation) -> None:
         out.given["precision"] = Given(named[0][0], named[-1][2])
 
 
-def read_intervals(others: dict[str, Given], out: Translation) -> None:
-    """Translate GPT-NeoX's keys `checkpoint_factor` and `lr_decay_fraction`."""
-    # `checkpoint_factor` is GPT-NeoX's name for `save_interval`. `lr_decay_fraction` gives
-    # `lr_decay_iters` as a fraction of `train_iters`.
-    factor, interval = others.get("checkpoint_factor"), out.given.get("save_interval")
-    if factor and interval and factor.value != interval.value:
+def _read_save_interval(factor: Given, out: Translation) -> None:
+    """Set `save_interval` from `checkpoint_factor`, which is GPT-NeoX's name for it."""
+    interval = out.given.get("save_interval")
+    if interval and factor.value != interval.value:
         text = f"{show(factor.value)}, but save_interval at {interval.mark} is "
         text += f"{show(interval.value)}, and they are the same; keep one"
         out.problem(factor.mark, "checkpoint_factor", text)
-    elif factor:
+    else:
         out.given["save_interval"] = factor
-    if "save_interval" in out.given and "save" not in out.given:
-        out.notes.append("save_interval: nothing is saved, because `save` names no folder")
 
-    fraction, iters = others.get("lr_decay_fraction"), out.given.get("train_iters")
-    if not fraction:
-        return
+
+def _read_decay(fraction: Given, out: Translation) -> None:
+    """Set `lr_decay_iters` from `lr_decay_fraction`, which is a fraction of `train_iters`."""
+    iters = out.given.get("train_iters")
     value = out.check("lr_decay_fraction", fraction, number(0, 1, above=True, write="e.g. 0.9"))
     if value and iters and "decay_iters" not in out.given and _is_sane(iters.value):
         out.given["decay_iters"] = Given(max(1, math.floor(iters.value * value)), fraction.mark)
@@ -91,12 +75,9 @@ def _is_sane(value: Any) -> bool:
     return is_number(value) and abs(value) < 1e18
 
 
-def read_width(others: dict[str, Given], out: Translation) -> None:
+def _read_width(given: Given, out: Translation) -> None:
     """Set `intermediate_size` from `expansion_factor`, which is a multiple of `hidden_size`."""
-    given, size = others.get("expansion_factor"), out.given.get("intermediate_size")
-    hidden = out.given.get("hidden_size")
-    if not given:
-        return
+    size, hidden = out.given.get("intermediate_size"), out.given.get("hidden_size")
     factor = out.check("expansion_factor", given, number(0, above=True, write="e.g. 4"))
     if factor and size:
         text = f"excludes intermediate_size at {size.mark}; write only one of them"
@@ -124,12 +105,9 @@ def read_vocabulary(out: Translation) -> None:
         )
 
 
-def read_attention(others: dict[str, Given], out: Translation) -> None:
+def _read_attention(given: Given, out: Translation) -> None:
     """Check that `attention_config` gives every layer attention over the full sequence."""
     # If not, a problem is added to `out`.
-    given = others.get("attention_config")
-    if not given:
-        return
     groups = given.value if isinstance(given.value, list) else [given.value]
     if all(isinstance(each, str) for each in groups):
         groups = [[groups, 1]]  # the types of the layers, one by one
@@ -157,15 +135,14 @@ def read_attention(others: dict[str, Given], out: Translation) -> None:
     )
 
 
-def read_curriculum(others: dict[str, Given], out: Translation) -> None:
+def _read_curriculum(given: Given, out: Translation) -> None:
     """Read `curriculum_learning`, DeepSpeed's schedule of the length, as `curriculum`.
 
     If the lengths do not rise at given steps (`fixed_discrete`), add a problem to `out`.
     """
-    given, key = others.get("curriculum_learning"), "curriculum_learning"
-    if not given or (isinstance(given.value, dict) and not given.value.get("enabled")):
+    key, kind, stages = "curriculum_learning", None, None
+    if isinstance(given.value, dict) and not given.value.get("enabled"):
         return
-    kind = stages = None
     try:
         kind = given.value.get("curriculum_type", "seqlen"), given.value["schedule_type"]
         schedule = given.value["schedule_config"]
@@ -185,8 +162,22 @@ def read_curriculum(others: dict[str, Given], out: Translation) -> None:
     )
 
 
-def note_dape(out: Translation) -> None:
-    """Add a note that DAPE's `kerple` has separate parameters in each layer."""
+READ = {
+    "checkpoint_factor": _read_save_interval,
+    "lr_decay_fraction": _read_decay,
+    "expansion_factor": _read_width,
+    "attention_config": _read_attention,
+    "curriculum_learning": _read_curriculum,
+}
+"""Maps keys that do not set a field by themselves to the functions that read them."""
+KEYS = READ.keys() | _PRECISION
+"""The known keys that do not set a field by themselves, and that this file reads."""
+
+
+def add_notes(out: Translation) -> None:
+    """Add notes that nothing is saved, and that DAPE's `kerple` has parameters in each layer."""
+    if "save_interval" in out.given and "save" not in out.given:
+        out.notes.append("save_interval: nothing is saved, because `save` names no folder")
     # `kerple` is DAPE's name of `kerple_log`. Here, all layers share the parameters by default.
     given = out.given.get("pos_emb")
     if given and "kerple" in re.split(r"\W+", str(given.value).lower()):

@@ -1,7 +1,5 @@
 """List the known config keys, map them to the fields that they set, and explain unknown keys."""
 
-from __future__ import annotations
-
 from megatron.config.fields import key_of, show
 from megatron.config.neox.keys_read_together import KEYS
 from megatron.config.neox.no_effect import NO_EFFECT

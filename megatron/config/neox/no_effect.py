@@ -7,8 +7,6 @@ inside that mapping has an effect either. The user gets a note about each key, u
 false or empty.
 """
 
-from __future__ import annotations
-
 from megatron.config.fields import Check, flag, text, whole_number
 
 REPORTS = "a report of DeepSpeed or GPT-NeoX that is not written"

@@ -6,14 +6,13 @@ Harmless values are accepted without a note to the user. A key inside a mapping 
 dot, as MAPPING.KEY. If the value of a listed key is a mapping, the mapping is refused as a whole.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from megatron.config.fields import show
 from megatron.config.neox.no_effect import NO_EFFECT, REPORTS
+from megatron.config.reader import scalar
 
 Flat = Mapping[str, Any]
 """The type of a mapping from dotted keys to the values of all settings."""
@@ -70,20 +69,20 @@ def _only_reports(value: Any, flat: Flat) -> bool:
 
 
 REFUSED: dict[str, Refusal] = {}
-
-
 _FALSE = _equals(False)
 
 
-def _refuse(keys: str, reason: str, instead: str = "false", harmless: _Test = _FALSE) -> None:
+def _refuse(keys: str, reason: str, instead: str = "false", harmless: _Test | None = None) -> None:
     """Add a `Refusal` for each key in `keys`.
 
     Args:
         keys: Config keys, separated by spaces.
         reason: Why the keys are refused.
         instead: What the user should write instead.
-        harmless: A function that returns whether a value is accepted.
+        harmless: A function that returns whether a value is accepted. By default, the value that
+            `instead` names is accepted.
     """
+    harmless = harmless or _equals(scalar(instead.rpartition(" ")[2]))
     REFUSED.update(dict.fromkeys(keys.split(), Refusal(reason, instead, harmless)))
 
 
@@ -99,11 +98,9 @@ _refuse(
     "train_data_paths",
     _equals([]),
 )
-_refuse(
-    "train_impl", "only next-token prediction is built", "train_impl: normal", _equals("normal")
-)
-_refuse("dataset_impl", "only the gpt2 dataset is built", "dataset_impl: gpt2", _equals("gpt2"))
-_refuse("pack_impl", "documents are always packed", "pack_impl: packed", _equals("packed"))
+_refuse("train_impl", "only next-token prediction is built", "train_impl: normal")
+_refuse("dataset_impl", "only the gpt2 dataset is built", "dataset_impl: gpt2")
+_refuse("pack_impl", "documents are always packed", "pack_impl: packed")
 _refuse("data_impl", "only the mmap format is read", "data_impl: mmap", _named("mmap", "infer"))
 _refuse("apply_query_key_layer_scaling", "not built yet")
 _refuse("optimizer.params.amsgrad prescale_gradients sparse_gradients", "not built")
@@ -118,7 +115,7 @@ _refuse(
     "te_columnparallel te_rowparallel te_layernorm_mlp te_mha te_fp8_mha",
     "Transformer Engine is not used",
 )
-_refuse("moe_num_experts", "mixtures of experts are not built", "moe_num_experts: 1", _equals(1))
+_refuse("moe_num_experts", "mixtures of experts are not built", "moe_num_experts: 1")
 _refuse("use_mup coord_check save_base_shapes", "muP is not built")
 _refuse("serve_model_weights", "weights are not served")
 
@@ -130,7 +127,6 @@ _refuse(
     "optimizer.params.bias_correction optimizer.params.adam_w_mode",
     "adam has bias correction and decoupled decay, as the published optimizer",
     "true",
-    _equals(True),
 )
 _refuse(
     "scheduler",
@@ -161,14 +157,12 @@ _refuse(
     "the GPT-NeoX key of each setting",
     _only_reports,
 )
-_refuse(
-    "checkpoint_scale", "checkpoints are saved at a fixed interval", "linear", _equals("linear")
-)
+_refuse("checkpoint_scale", "checkpoints are saved at a fixed interval", "linear")
 _refuse("s3_path", "checkpoints are not copied to S3", "save: DIRECTORY", _never)
 _refuse(
     "iteration", "the file `latest` in the folder names the checkpoint", "load: DIRECTORY", _never
 )
-_refuse("no_load_optim no_load_rng", "partial loading is not built", "finetune: true")
+_refuse("no_load_optim no_load_rng", "partial loading is not built", "finetune: true", _FALSE)
 _refuse("no_save_optim no_save_rng", "a checkpoint is always complete")
 _refuse("train_epochs", "training is counted in iterations", "train_iters: N", _never)
 _refuse("do_train do_valid do_test", "follows from train_iters and split", _LEAVE, _never)

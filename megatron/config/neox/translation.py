@@ -1,7 +1,5 @@
 """Collect what the translation of GPT-NeoX's keys finds: values of fields, notes and problems."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from typing import Any
 

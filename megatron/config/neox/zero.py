@@ -1,7 +1,5 @@
 """Read `zero_optimization`, whose sizes and switches are passed to DeepSpeed."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from megatron.config.fields import Check, FrozenDict, flag, whole_number

@@ -4,8 +4,6 @@ train_batch_size = train_micro_batch_size_per_gpu x gradient_accumulation_steps 
                    data_parallel_size
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 from megatron.config.rules.parallel_layout import factors

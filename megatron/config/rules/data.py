@@ -1,7 +1,5 @@
 """Refuse paths of data files that do not fit together, and unknown `builtin:` names."""
 
-from __future__ import annotations
-
 from megatron.config.builtin import CORPUS, PREFIX, TASK_TOKENIZER, TASKS, task_name
 from megatron.config.rules.relation import Found, relation
 from megatron.suggest import nearest

@@ -1,7 +1,5 @@
 """Refuse lengths and intervals of evaluation that do not fit together."""
 
-from __future__ import annotations
-
 from megatron.config.rules.relation import Found, relation
 
 

@@ -1,7 +1,5 @@
 """Refuse sizes of the model that do not fit together or that no machine's memory can hold."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from megatron.config.choices import terms_of

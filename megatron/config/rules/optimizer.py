@@ -1,7 +1,5 @@
 """Refuse settings of the optimizer and of the learning rate that do not fit together."""
 
-from __future__ import annotations
-
 from megatron.config.rules.relation import Found, relation
 
 

@@ -5,8 +5,6 @@ Some combinations, such as pipeline stages with ZeRO-3, are refused because Deep
 them.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 

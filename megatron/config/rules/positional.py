@@ -1,7 +1,5 @@
 """Check that the positional embedding fits the model's other sizes."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Refuse settings with which no profile would be recorded."""
 
-from __future__ import annotations
-
 from megatron.config.rules.relation import Found, relation
 
 

@@ -1,7 +1,5 @@
 """Collect the rules between fields (`relation`) and check them all (`broken`)."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from inspect import signature
 from typing import Any

@@ -1,7 +1,5 @@
 """Refuse keys about checkpoints that contradict each other."""
 
-from __future__ import annotations
-
 from megatron.config.rules.relation import Found, relation
 
 

@@ -3,8 +3,6 @@
 They are `curriculum`, `on_bad_loss`, `torch_compile`, `seed` and `train_iters`.
 """
 
-from __future__ import annotations
-
 from megatron.config.builtin import task_name
 from megatron.config.choices import MODES_WITH_CUDA_GRAPHS
 from megatron.config.rules.relation import Found, relation

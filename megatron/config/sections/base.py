@@ -1,7 +1,5 @@
 """Define the base class of the configuration's sections."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict
@@ -11,6 +9,6 @@ DERIVED: Any = None
 
 
 class Section(BaseModel):
-    """The base class of sections: an immutable pydantic model that refuses unknown fields."""
+    """The base class of sections and of the config: immutable models without unknown fields."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=())

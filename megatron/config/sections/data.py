@@ -1,12 +1,10 @@
 """Define the config sections of the data, of the evaluation by sequence length and of logging."""
 
-from __future__ import annotations
-
 from typing import Annotated
 
 from pydantic import BeforeValidator, Field
 
-from megatron.config.choices import EvalSplit, Tokenizer, WandbMode
+from megatron.config.choices import Tokenizer, choice
 from megatron.config.fields import (
     Amount,
     Count,
@@ -61,7 +59,8 @@ class EvaluationConfig(Section):
     eval_tokens: Positive = 65536  # number of predicted tokens for each length
     eval_examples: Positive = 500  # number of examples of a length task for each length
     eval_context_baseline: Count = 0  # context length of a baseline evaluation; 0 = no baseline
-    eval_split: EvalSplit = "valid"  # the split that is measured
+    # the split that is measured
+    eval_split: Annotated[str, choice("valid test")] = "valid"
     eval_batch_tokens: Positive = 4096  # tokens in a batch
     eval_suite_tokens: Positive = 65536  # tokens that `evaluate.py --suite` reads for each result
     eval_distance_scale: PositiveNumber = 1.0  # the kernel sees every distance times this factor
@@ -77,7 +76,8 @@ class LoggingConfig(Section):
     wandb_team: Text | None = None  # team in Weights & Biases
     wandb_group: Text | None = None  # group of the run
     wandb_host: Text | None = None  # address of a server of your own
-    wandb_mode: WandbMode | None = None  # default: the environment variable WANDB_MODE, or online
+    # default: the environment variable WANDB_MODE, or online
+    wandb_mode: Annotated[str, choice("online offline disabled")] | None = None
     tensorboard_dir: Text | None = None  # TensorBoard's files go into its folder named like `save`
     peak_theoretical_tflops: PositiveNumber | None = None  # of one device, for train/mfu
     profile: Flag = False  # write a trace of some steps, and a table of the costliest operations

@@ -1,21 +1,10 @@
 """Define the config section of the model: sizes, activation, positional embedding and so on."""
 
-from __future__ import annotations
-
 from typing import Annotated
 
 from pydantic import BeforeValidator, Field
 
-from megatron.config.choices import (
-    Activation,
-    AttentionBackend,
-    Init,
-    Norm,
-    PositionalName,
-    QKNormKind,
-    Side,
-    Width,
-)
+from megatron.config.choices import Activation, Init, Norm, PositionalName, Width, choice
 from megatron.config.fields import (
     Count,
     Epsilon,
@@ -75,7 +64,7 @@ class ModelConfig(Section):
     use_qk_layernorm: Flag = False  # apply the norm to each head's queries and keys
     # not in GPT-NeoX: by_head has weights for each head; shared (Qwen3) has one vector for all
     # queries and one for all keys; joined (OLMo 2) is a norm over all heads at once
-    qk_layernorm_kind: QKNormKind = "by_head"
+    qk_layernorm_kind: Annotated[str, choice("by_head shared joined")] = "by_head"
     # not in GPT-NeoX: norms of the outputs of attention and MLP, not of their inputs (OLMo 2)
     output_norms: Flag = False
     # Megatron's name: multiply attention's output by a sigmoid gate of the block's input
@@ -105,12 +94,14 @@ class ModelConfig(Section):
     # dropout of hidden states; gpt-neox's default, published code: 0.1
     hidden_dropout: Probability = 0.0
     make_vocab_size_divisible_by: Positive = 128  # the vocabulary is padded to a multiple of this
-    attention_backend: AttentionBackend = "auto"  # not in GPT-NeoX: how attention is computed
+    # not in GPT-NeoX: how attention is computed
+    attention_backend: Annotated[str, choice("auto fused blocked flex sdpa eager")] = "auto"
     # not in GPT-NeoX: round 16-bit numbers as the published code does
     published_numerics: Flag = False
     # recompute each block in the backward pass, to save memory
     checkpoint_activations: Flag = False
-    output_layer_parallelism: Side = "column"  # published code: row; both compute the same function
+    # published code: row; both compute the same function
+    output_layer_parallelism: Annotated[str, choice("row column")] = "column"
 
     @property
     def inner_width(self) -> int:

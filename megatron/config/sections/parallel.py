@@ -1,12 +1,10 @@
 """Define the config sections of the parallel layout and of the checkpoints."""
 
-from __future__ import annotations
-
 from typing import Annotated
 
 from pydantic import BeforeValidator, Field
 
-from megatron.config.choices import DistributedBackend, Precision, RetrofitInit
+from megatron.config.choices import Precision, choice
 from megatron.config.fields import (
     Count,
     Degree,
@@ -37,7 +35,7 @@ class ParallelConfig(Section):
     # DeepSpeed's sizes and switches, below
     zero: Annotated[Frozen, Key("zero_optimization")] = Field(default_factory=FrozenDict)
     # default: nccl on a GPU, gloo without one
-    distributed_backend: DistributedBackend | None = None
+    distributed_backend: Annotated[str, choice("nccl gloo")] | None = None
     # not in GPT-NeoX: seconds without a sign of life after which a process is lost
     heartbeat_timeout: Annotated[
         int, BeforeValidator(whole_number(5, write="seconds, e.g. 300"))
@@ -60,6 +58,6 @@ class CheckpointConfig(Section):
     async_save: Flag = False  # not in GPT-NeoX: copy the state, and write it beside training
     finetune: Flag = False  # start at step 0 from the weights of `load`
     # not in GPT-NeoX: how theta of a new pos_emb starts with finetune; fit: as the old one acted
-    retrofit_init: RetrofitInit = "gentle"
+    retrofit_init: Annotated[str, choice("gentle fit drawn")] = "gentle"
     # not in GPT-NeoX: steps, below train_iters, in which a dropped rotary embedding fades out
     retrofit_anneal: Count = 0

@@ -1,7 +1,5 @@
 """Define the config field `rope_scaling`, with the names of Hugging Face's transformers."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Annotated, Any
 

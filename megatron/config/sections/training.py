@@ -1,19 +1,10 @@
 """Define the config sections for training: batch sizes, optimizer, learning rate and steps."""
 
-from __future__ import annotations
-
 from typing import Annotated
 
 from pydantic import BeforeValidator
 
-from megatron.config.choices import (
-    CompileMode,
-    DecayStyle,
-    OnBadLoss,
-    OptimizerType,
-    Precision,
-    WsdDecay,
-)
+from megatron.config.choices import OptimizerType, Precision, choice
 from megatron.config.fields import (
     Amount,
     Betas,
@@ -66,7 +57,10 @@ class OptimizerConfig(Section):
 
 
 class LrConfig(Section):
-    decay_style: Annotated[DecayStyle, Key("lr_decay_style")] = "linear"  # form of the decay
+    # form of the decay
+    decay_style: Annotated[
+        str, choice("constant linear cosine exponential wsd"), Key("lr_decay_style")
+    ] = "linear"
     # step at which the decay ends; default: train_iters
     decay_iters: Annotated[Positive, Key("lr_decay_iters")] = DERIVED
     # fraction of lr_decay_iters in which the learning rate rises
@@ -81,7 +75,9 @@ class LrConfig(Section):
         BeforeValidator(number(0, 1, above=True, write="the fraction of lr_decay_iters, e.g. 0.1")),
     ] = 0.1
     # of wsd: form of the decay (Megatron-LM's key; gpt-neox's PR: cosine)
-    wsd_decay_style: Annotated[WsdDecay, Key("lr_wsd_decay_style")] = "cosine"
+    wsd_decay_style: Annotated[
+        str, choice("cosine linear exponential minus_sqrt"), Key("lr_wsd_decay_style")
+    ] = "cosine"
     use_checkpoint_lr_scheduler: Flag = False  # a resumed run keeps its checkpoint's schedule
 
 
@@ -107,7 +103,7 @@ class TrainingConfig(Section):
     # Ctrl-C or exit_duration_in_mins), for schedulers that restart only failed jobs
     preemption_exit_code: ExitCode = 0
     # not in GPT-NeoX: what to do after a step whose loss or gradient is not finite
-    on_bad_loss: OnBadLoss = "stop"
+    on_bad_loss: Annotated[str, choice("stop skip roll_back")] = "stop"
     # not in GPT-NeoX: nats above the average loss from which on a step is bad
     loss_spike_threshold: PositiveNumber | None = None
     seed: Count = 1234  # seed of weights, sample order and dropout
@@ -115,7 +111,9 @@ class TrainingConfig(Section):
     # not in GPT-NeoX: train with the model compiled by torch.compile; needs a C++ compiler on a CPU
     torch_compile: Flag = False
     # not in GPT-NeoX: the mode of torch.compile; reduce-overhead and max-autotune use CUDA graphs
-    torch_compile_mode: CompileMode = "default"
+    torch_compile_mode: Annotated[
+        str, choice("default reduce-overhead max-autotune max-autotune-no-cudagraphs")
+    ] = "default"
     # not in GPT-NeoX: the CPU finds the compiled kernels of attention_backend fused faster
     cached_launches: Flag = False
     loss_scale: Annotated[Amount, Key("fp16.loss_scale")] = 0.0  # 0 = dynamic loss scale

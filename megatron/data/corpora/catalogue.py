@@ -10,8 +10,6 @@ can read. A corpus with a `pile_set` is a part of the Pile: the records whose `m
 equals `pile_set`. Such a corpus can also be extracted from the archives of the complete Pile.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from megatron.data.errors import CorpusError

@@ -8,8 +8,6 @@ SHA-256, the first download of the file is trusted. Its SHA-256 is stored in .NA
 downloads must have the same SHA-256.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import time
@@ -24,7 +22,7 @@ from megatron.data.corpora.catalogue import RemoteFile
 from megatron.data.errors import CorpusError
 from megatron.data.locks import one_at_a_time
 from megatron.data.prepare.compression import hash_file
-from megatron.data.prepare.progress import ProgressBar
+from megatron.data.prepare.progress import progress_bar
 from megatron.files import write_text
 
 _BLOCK = 1 << 20
@@ -207,11 +205,11 @@ def _append(url: str, file: RemoteFile, part: Path, version: Path) -> int | None
         version.write_text(answer.headers.get("ETag") or answer.headers.get("Last-Modified") or "")
         with (
             open(part, "ab" if resumed else "wb") as out,
-            ProgressBar(total or file.size or 0, file.name) as progress,
+            progress_bar(total or file.size or 0, file.name) as show,
         ):
             while block := answer.read(_BLOCK):
                 out.write(block)
-                progress.show(out.tell())
+                show(out.tell())
             out.flush()
             os.fsync(out.fileno())
     return total

@@ -9,8 +9,6 @@ library. The file names of the shards contain the version of Python, the revisio
 and the tokenizer's fingerprint.
 """
 
-from __future__ import annotations
-
 import fnmatch
 import hashlib
 import os
@@ -22,7 +20,7 @@ from megatron.config.builtin import CORPUS, PREFIX
 from megatron.data.errors import CorpusError, ShardError
 from megatron.data.locks import one_at_a_time
 from megatron.data.prepare.sources import Source
-from megatron.data.prepare.text_to_shards import Preparation, PrepareOptions
+from megatron.data.prepare.text_to_shards import Preparation
 from megatron.data.shards.manifest import read_manifest
 from megatron.data.shards.reader import ShardReader
 from megatron.data.tokenizers.base import Tokenizer
@@ -132,7 +130,7 @@ def _build_python_stdlib(prefix: Path, tokenizer: Tokenizer) -> None:
         [source],
         [prefix],
         tokenizer,
-        PrepareOptions(on_error="skip"),  # a few Python files declare another encoding
+        on_error="skip",  # a few Python files declare another encoding
         about={"corpus": "python-stdlib", "python": platform.python_version()},
         label="tokenising python-stdlib",
     ).run()

@@ -5,8 +5,6 @@ document, with its text and its meta data. The package writes the records. A pre
 an archive like other folders with JSON lines.
 """
 
-from __future__ import annotations
-
 import os
 import shutil
 from collections.abc import Iterable, Iterator

@@ -5,8 +5,6 @@ the same text in every run. Therefore the output does not depend on the number o
 interrupted run can continue after the last chunk that it wrote.
 """
 
-from __future__ import annotations
-
 import io
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """What the two commands that prepare data share: flags, error messages and exit codes."""
 
-from __future__ import annotations
-
 import argparse
 import signal
 import sys

@@ -1,10 +1,8 @@
 """Read plain, gzip, zstandard, xz and bzip2 files as byte streams that report truncation.
 
-`CountedFile` counts and hashes the bytes of a file while they are read, so a file that is read for
-its text need not be read again for its SHA-256.
+`CountedFile` hashes the bytes of a file while they are read, so a file that is read for its text
+need not be read again for its SHA-256.
 """
-
-from __future__ import annotations
 
 import bz2
 import gzip
@@ -31,26 +29,20 @@ _OPEN |= {".xz": lzma.open, ".bz2": bz2.open}
 _BUFFER = 1 << 20
 
 
-class _Readable(io.RawIOBase):
-    def readable(self) -> bool:
-        return True
+class CountedFile(io.FileIO):
+    """A file that hashes its bytes while they are read from start to end."""
 
-
-class CountedFile(_Readable):
-    """A file that counts and hashes its bytes while they are read from start to end.
-
-    Attributes:
-        position: The number of bytes read so far.
-    """
+    # These call `readinto`, and those of FileIO do not.
+    read = io.RawIOBase.read  # pyright: ignore[reportAssignmentType]  nobody passes None
+    readall = io.RawIOBase.readall
 
     def __init__(self, path: str | os.PathLike) -> None:
-        self._file = open(path, "rb", buffering=0)  # noqa: SIM115  closed by close()
-        self.position, self._sha256 = 0, hashlib.sha256()
+        super().__init__(path)
+        self._sha256 = hashlib.sha256()
 
     def readinto(self, buffer: memoryview) -> int:
-        count = self._file.readinto(buffer)
+        count = super().readinto(buffer)
         self._sha256.update(memoryview(buffer)[:count])
-        self.position += count
         return count
 
     def digest(self) -> str:
@@ -58,18 +50,17 @@ class CountedFile(_Readable):
         read_out(self)
         return self._sha256.hexdigest()
 
-    def close(self) -> None:
-        self._file.close()
-        super().close()
 
-
-class _Counted(_Readable):
+class _Counted(io.RawIOBase):
     """A stream that counts the bytes that it returns."""
 
     def __init__(self, stream: Any, count: Callable[[int], None]) -> None:
         # The read at the end of a truncated file fails and loses its data, so reads are small.
         self._read = getattr(stream, "readinto1", None) or stream.readinto
         self._count = count
+
+    def readable(self) -> bool:
+        return True
 
     def readinto(self, buffer: memoryview) -> int:
         size = self._read(buffer)

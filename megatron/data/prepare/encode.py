@@ -4,8 +4,6 @@ If a record is faulty, its place (`file:record`) and the fault are collected, an
 of the chunk are still encoded. `text_to_shards.py` decides whether a fault ends the run.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass, field

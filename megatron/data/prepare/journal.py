@@ -7,8 +7,6 @@ run truncates the .part files to these numbers and continues with the next chunk
 shards of a resumed run equal those of an uninterrupted run.
 """
 
-from __future__ import annotations
-
 import glob
 import json
 import os
@@ -76,7 +74,7 @@ class Journal:
 
     def read(self) -> State | None:
         """Return the last state written, or None if there is no valid journal of this job."""
-        if not self.exists:
+        if not self.path.is_file():
             return None
         try:
             entry = files.parse_json(self.path.read_bytes())
@@ -97,11 +95,6 @@ class Journal:
     def due(self) -> bool:
         """Whether it is time to write the journal again."""
         return time.monotonic() - self._last_write >= self.seconds
-
-    @property
-    def exists(self) -> bool:
-        """Whether the journal's file exists."""
-        return self.path.is_file()
 
     def write(self, state: State) -> None:
         """Write `state` to the journal. It replaces the state that was stored before."""

@@ -5,8 +5,6 @@ A reader never loads a complete archive into memory. In error messages, a place 
 truncated, the reader yields the chunks before the damage and then raises `Fault`.
 """
 
-from __future__ import annotations
-
 import hashlib
 import io
 import os
@@ -70,7 +68,7 @@ def _sequential(read: Callable[[io.BufferedReader, Place], Iterator[Chunk]]) -> 
     def reader(source: Source, keys: tuple[str, ...], facts: dict, place: Place) -> Iterator[Chunk]:
         with CountedFile(source.path) as raw:
             stream = decompressed(source.path, raw, place.expand)
-            yield from chunks.positioned(read(stream, place), lambda: raw.position)
+            yield from chunks.positioned(read(stream, place), raw.tell)
             facts["sha256"] = raw.digest()
 
     return reader

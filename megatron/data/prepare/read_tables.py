@@ -4,8 +4,6 @@ The libraries `pyarrow` and `datasets` are imported only in the functions that u
 `datasets` is optional.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, cast

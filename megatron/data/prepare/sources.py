@@ -17,8 +17,6 @@ Consecutive text files form one source. A folder must not contain a link that le
 folder, because such a link could add any file of the machine to the data.
 """
 
-from __future__ import annotations
-
 import glob
 import hashlib
 import os

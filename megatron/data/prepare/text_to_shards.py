@@ -10,12 +10,10 @@ partition I takes the chunks that end in range I. Merging the shards of all part
 shard of the complete run.
 """
 
-from __future__ import annotations
-
 import itertools
 import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import astuple, dataclass, field
 from pathlib import Path
@@ -25,7 +23,7 @@ from megatron.data.prepare.archive import ArchiveWriter
 from megatron.data.prepare.chunks import CHUNK_BYTES, MAX_TEXTS, Chunk, Fault, Limits
 from megatron.data.prepare.encode import CHUNK_COUNTS, Encoded, EncodeOptions, Encoder
 from megatron.data.prepare.journal import Journal, State
-from megatron.data.prepare.progress import ProgressBar, describe_nothing, describe_skipped
+from megatron.data.prepare.progress import LISTED, describe_skipped, progress_bar
 from megatron.data.prepare.read_files import read_source
 from megatron.data.prepare.sources import Source
 from megatron.data.prepare.workers import Workers
@@ -33,27 +31,6 @@ from megatron.data.shards.format import shard_path
 from megatron.data.shards.manifest import build_manifest, to_bytes
 from megatron.data.shards.writer import ShardWriter
 from megatron.data.tokenizers.base import Tokenizer
-
-
-@dataclass(frozen=True)
-class PrepareOptions:
-    """Options of a preparation run.
-
-    Attributes:
-        encode: The options for encoding a record.
-        workers: The number of worker processes. If it is 1, the main process encodes the text.
-        on_error: "stop" to end the run at a faulty record or file, or "skip" to skip and list it.
-        partition: (i, n) selects partition i of n. Partitions are numbered from 1.
-        checkpoint_seconds: The time between two updates of the journal.
-        limits: The largest size of a document, and the largest growth of an input by decompression.
-    """
-
-    encode: EncodeOptions = EncodeOptions()
-    workers: int = 1
-    on_error: str = "stop"
-    partition: tuple[int, int] = (1, 1)
-    checkpoint_seconds: float = 10.0
-    limits: Limits = Limits()
 
 
 @dataclass
@@ -64,35 +41,45 @@ class Preparation:
         sources: The inputs, in the order in which their documents are written.
         prefixes: For each key of the records, the path of the key's shard without suffix.
         tokenizer: The tokenizer that encodes the text.
-        options: The options of the run.
+        encode: The options for encoding a record.
+        workers: The number of worker processes. If it is 1, the main process encodes the text.
+        on_error: "stop" to end the run at a faulty record or file, or "skip" to skip and list it.
+        partition: (i, n) selects partition i of n. Partitions are numbered from 1.
+        checkpoint_seconds: The time between two updates of the journal.
+        limits: The largest size of a document, and the largest growth of an input by decompression.
         archive: An archive to which the documents of the first key are also written, or None.
         about: Facts about the corpus, which the manifest of each shard records.
         label: The text before the progress bar.
     """
 
-    # The keys are `options.encode.keys`. `about` is added to the entry `source` of each manifest.
+    # The keys are `encode.keys`. `about` is added to the entry `source` of each manifest.
 
     sources: list[Source]
     prefixes: Sequence[str | os.PathLike]
     tokenizer: Tokenizer
-    options: PrepareOptions = PrepareOptions()
+    encode: EncodeOptions = EncodeOptions()
+    workers: int = 1
+    on_error: str = "stop"
+    partition: tuple[int, int] = (1, 1)
+    checkpoint_seconds: float = 10.0
+    limits: Limits = Limits()
     archive: ArchiveWriter | None = None
     about: dict = field(default_factory=dict)
     label: str = "tokenising"
 
     def __post_init__(self) -> None:
-        self.partition, self.partitions = self.options.partition
-        if self.partitions > 1 and any(source.kind == "hub" for source in self.sources):
+        self.part, self.parts = self.partition
+        if self.parts > 1 and any(source.kind == "hub" for source in self.sources):
             raise CorpusError("a hub's data set has no bytes to share: --partition needs files")
         job = {
             "sources": [source.identity() for source in self.sources],
             "tokenizer": self.tokenizer.fingerprint(),
-            "options": astuple(self.options.encode),
-            "partition": self.options.partition,
+            "options": astuple(self.encode),
+            "partition": self.partition,
             "chunks": [CHUNK_BYTES, MAX_TEXTS],  # chunk numbers depend on these
             "archive": self.archive and os.fspath(self.archive.folder),
         }
-        self.journal = Journal(self.prefixes[0], job, self.options.checkpoint_seconds)
+        self.journal = Journal(self.prefixes[0], job, self.checkpoint_seconds)
         self.skipped_path = shard_path(self.prefixes[0], ".skipped.txt")
         self.skipped_part = Path(f"{self.skipped_path}.part")
         counts: dict[str, int] = dict.fromkeys(CHUNK_COUNTS, 0)
@@ -109,8 +96,8 @@ class Preparation:
         """
         # A faulty input is no error if faults are skipped. An incomplete shard never has an .idx
         # file.
-        encoder = Encoder(self.tokenizer, self.options.encode, keep=self.archive is not None)
-        with Workers(encoder, self.options.workers) as workers, ExitStack() as stack:
+        encoder = Encoder(self.tokenizer, self.encode, keep=self.archive is not None)
+        with Workers(encoder, self.workers) as workers, ExitStack() as stack:
             self.writers = [
                 stack.enter_context(ShardWriter(prefix, self.tokenizer.dtype))
                 for prefix in self.prefixes
@@ -120,16 +107,16 @@ class Preparation:
             try:
                 self._resume()
                 self.skipped = stack.enter_context(open(self.skipped_part, "a", encoding="utf-8"))
-                with ProgressBar(self.total // self.partitions, self.label) as progress:
+                with progress_bar(self.total // self.parts, self.label) as show:
                     for result in workers.map(self._chunks()):
-                        self._write(result, progress)
+                        self._write(result, show)
                 return self._finish()
             except (OSError, DataError) as error:
                 raise self.journal.explain(error) from error
             finally:
                 for output in self.outputs:
-                    output.keep_parts = self.journal.exists
-                if not self.journal.exists:
+                    output.keep_parts = self.journal.path.is_file()
+                if not self.journal.path.is_file():
                     self.skipped_part.unlink(missing_ok=True)
 
     def _resume(self) -> None:
@@ -142,7 +129,8 @@ class Preparation:
             text = f"going on after {state.counts['documents']:,} documents"
         else:
             why = self.journal.refused or "counts more than the .part files hold"
-            text = f"{self.journal.path}: {why}; starting over" if self.journal.exists else ""
+            path = self.journal.path
+            text = f"{path}: {why}; starting over" if path.is_file() else ""
             self.journal.remove()
         if text:
             print(text, file=sys.stderr)
@@ -152,7 +140,7 @@ class Preparation:
 
     def _chunks(self) -> Iterator[Chunk]:
         """Yield the chunks of this partition that are not yet written."""
-        wanted, partitions = self.partition - 1, self.partitions
+        wanted, partitions = self.part - 1, self.parts
         first_source = self.state.done[0] if self.state.done else 0
         for index, (source, end) in enumerate(zip(self.sources, self.ends, strict=True)):
             if index < first_source or end * partitions < self.total * wanted:
@@ -173,7 +161,7 @@ class Preparation:
         """Yield the chunks of one source. If reading fails, the last chunk contains the fault."""
         chunk = None
         try:
-            for chunk in read_source(source, self.options.encode.keys, facts, self.options.limits):
+            for chunk in read_source(source, self.encode.keys, facts, self.limits):
                 yield chunk
             # A text file may be empty, as __init__.py is; an archive without records is a mistake.
             if chunk is None and source.kind != "text":
@@ -182,10 +170,10 @@ class Preparation:
             position = chunk.position if chunk else 0
             yield Chunk(source.path, fault=str(error), position=position)
 
-    def _write(self, result: Encoded, progress: ProgressBar) -> None:
+    def _write(self, result: Encoded, show: Callable[[int], None]) -> None:
         """Append the tokens of one chunk to the shards."""
         # The journal is updated if it is due.
-        if result.faults and self.options.on_error == "stop":
+        if result.faults and self.on_error == "stop":
             raise CorpusError(result.faults[0])
         self.skipped.writelines(f"{fault}\n" for fault in result.faults)
         for writer, tokens, sizes in zip(self.writers, result.tokens, result.sizes, strict=True):
@@ -198,7 +186,7 @@ class Preparation:
         state.done = [result.source, result.number]
         state.begin = state.begin or state.done
         read = self.ends[result.source] - self.sources[result.source].size + result.position
-        progress.show(read - self.total * (self.partition - 1) // self.partitions)
+        show(read - self.total * (self.part - 1) // self.parts)
         if self.journal.due:
             state.written = [writer.sync() for writer in self.writers]
             self.skipped.flush()
@@ -236,10 +224,13 @@ class Preparation:
             "without text": self.state.counts["empty_documents"],
             "left out by --pile-set": self.state.counts["left_out_by_set"],
         }
-        text = describe_nothing([source.path for source in self.sources], causes)
-        if self.partitions == 1:
+        lost = ", ".join(f"{count:,} {cause}" for cause, count in causes.items() if count)
+        paths = ", ".join(source.path for source in self.sources[:LISTED])
+        paths += ", ..." * (len(self.sources) > LISTED)
+        text = f"{paths}: no document with text in it{f' ({lost})' if lost else ''}"
+        if self.parts == 1:
             raise CorpusError(f"{text}; nothing is written")
-        print(f"partition {self.partition}/{self.partitions} of {text}", file=sys.stderr)
+        print(f"partition {self.part}/{self.parts} of {text}", file=sys.stderr)
 
     def _manifests(self, faults: int) -> list[dict]:
         inputs = [
@@ -247,16 +238,15 @@ class Preparation:
             for source, fact in zip(self.sources, self.state.facts, strict=True)
         ]
         described = {**self.about, "files": inputs, "skipped": faults}
-        if self.partitions > 1:
-            place = {"part": self.partition, "of": self.partitions}
+        if self.parts > 1:
+            place = {"part": self.part, "of": self.parts}
             described["partition"] = {**place, "begin": self.state.begin, "end": self.state.done}
-        encode = self.options.encode
         return [
             build_manifest(
                 self.tokenizer,
-                encode.append_eod,
+                self.encode.append_eod,
                 {**self.state.counts, "documents": writer.documents, "tokens": writer.tokens},
                 described if key == "text" else {**described, "key": key},
             )
-            for writer, key in zip(self.writers, encode.keys, strict=True)
+            for writer, key in zip(self.writers, self.encode.keys, strict=True)
         ]

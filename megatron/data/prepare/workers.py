@@ -14,8 +14,6 @@ result, the parent waits forever for the rest of the result.) If the parent proc
 operating system kills the workers.
 """
 
-from __future__ import annotations
-
 import ctypes
 import gc
 import multiprocessing
@@ -24,10 +22,10 @@ import signal
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from multiprocessing.connection import Connection, wait
+from multiprocessing.connection import Connection
 from queue import SimpleQueue
 from threading import Lock
-from typing import Any
+from typing import Any, Self
 
 from megatron.data.errors import CorpusError
 from megatron.preemption import SIGNALS
@@ -36,7 +34,46 @@ _AHEAD = 2  # items that a worker has at a time: the current one and the next
 _IN_PROGRESS = 3  # items per worker that were taken and whose results were not yet yielded
 _SET_DEATH_SIGNAL = 1  # prctl's PR_SET_PDEATHSIG
 
-_Answer = tuple[bool, Any]  # (True, result) or (False, the error that the function raised)
+
+class _Worker:
+    """One worker process and its pipe."""
+
+    def __init__(self, function: Callable[[Any], Any]) -> None:
+        context = multiprocessing.get_context("fork")
+        self._pipe, far_end = context.Pipe()
+        self._sending, self._receiving = Lock(), Lock()
+        args = (function, far_end, os.getpid())
+        self.process = context.Process(target=_work, args=args, daemon=True)
+        self.process.start()
+        far_end.close()  # before the next worker is forked, which would inherit it
+
+    def answer(self, item: Any) -> Any:
+        """Send an item to the worker, and return the function's result or raise its error.
+
+        Raises:
+            CorpusError: The worker died, which closed its pipe.
+        """
+        # Several threads may call this method.
+        try:
+            with self._sending:
+                self._pipe.send(item)
+                self._receiving.acquire()  # before another thread sends: answers come in this order
+            try:
+                succeeded, value = self._pipe.recv()
+            finally:
+                self._receiving.release()
+        except (EOFError, OSError):
+            with self._sending:  # of several threads that join a process, one would get no code
+                self.process.join()
+            code = self.process.exitcode or 0
+            how = f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+            raise CorpusError(
+                f"a worker process died ({how}; out of memory?); give fewer --workers, or more "
+                "memory"
+            ) from None
+        if not succeeded:
+            raise value
+        return value
 
 
 class Workers:
@@ -50,7 +87,7 @@ class Workers:
         self._free: SimpleQueue[_Worker] = SimpleQueue()  # a worker once for each item it can take
         self._threads = ThreadPoolExecutor(_AHEAD * count)
 
-    def __enter__(self) -> Workers:
+    def __enter__(self) -> Self:
         if self.count > 1:
             # Block Ctrl-C until the workers ignore it, so that only this process handles it.
             before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
@@ -90,66 +127,20 @@ class Workers:
         if not self._workers:  # one process
             yield from map(self.function, items)
             return
-        answers: deque[Future[_Answer]] = deque()
+        answers: deque[Future[Any]] = deque()
         for item in items:
             answers.append(self._threads.submit(self._answer, item))
             while answers and (answers[0].done() or len(answers) == _IN_PROGRESS * self.count):
-                yield self._result(answers.popleft())
+                yield answers.popleft().result()
         while answers:
-            yield self._result(answers.popleft())
+            yield answers.popleft().result()
 
-    def _answer(self, item: Any) -> _Answer:
+    def _answer(self, item: Any) -> Any:
         worker = self._free.get()
         try:
             return worker.answer(item)
         finally:
             self._free.put(worker)
-
-    def _result(self, answer: Future[_Answer]) -> Any:
-        try:
-            succeeded, value = answer.result()
-        except (EOFError, OSError):
-            processes = [worker.process for worker in self._workers]
-            ended = wait([process.sentinel for process in processes])
-            process = next(process for process in processes if process.sentinel in ended)
-            process.join()
-            code = process.exitcode or 0
-            how = f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
-            raise CorpusError(
-                f"a worker process died ({how}; out of memory?); give fewer --workers, or more "
-                "memory"
-            ) from None
-        if not succeeded:
-            raise value
-        return value
-
-
-class _Worker:
-    """One worker process and its pipe."""
-
-    def __init__(self, function: Callable[[Any], Any]) -> None:
-        context = multiprocessing.get_context("fork")
-        self._pipe, far_end = context.Pipe()
-        self._sending, self._receiving = Lock(), Lock()
-        args = (function, far_end, os.getpid())
-        self.process = context.Process(target=_work, args=args, daemon=True)
-        self.process.start()
-        far_end.close()  # before the next worker is forked, which would inherit it
-
-    def answer(self, item: Any) -> _Answer:
-        """Send an item to the worker and return the answer.
-
-        Raises:
-            EOFError, OSError: The worker died, which closed its pipe.
-        """
-        # Several threads may call this method.
-        with self._sending:
-            self._pipe.send(item)
-            self._receiving.acquire()  # before another thread sends: answers come in this order
-        try:
-            return self._pipe.recv()
-        finally:
-            self._receiving.release()
 
 
 def _work(function: Callable[[Any], Any], pipe: Connection, parent: int) -> None:

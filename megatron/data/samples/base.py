@@ -1,7 +1,5 @@
 """The base class of data sets that the training loader reads, for one corpus or several."""
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 

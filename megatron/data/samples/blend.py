@@ -19,8 +19,6 @@ The results equal those of GPT-NeoX (`data_utils.py`, `blendable_dataset.py`, `h
 bit. No compiled helper is needed.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 
@@ -36,14 +34,8 @@ _WARM_UP = 256  # extra steps before each segment, in which guessed counts appro
 
 
 def normalized(weights: Sequence[float]) -> list[float]:
-    """Return the weights, scaled so that their sum is 1.
-
-    Raises:
-        DataError: A weight is negative or not finite, or all weights are 0.
-    """
+    """Return the weights, scaled so that their sum is 1. The config has checked them."""
     total = sum(weights)
-    if not (weights and math.isfinite(total) and total > 0 and min(weights) >= 0):
-        raise DataError(f"weights {list(weights)}: must be >= 0 with a sum above 0")
     return [weight / total for weight in weights]
 
 
@@ -61,15 +53,11 @@ def weights_by_documents(documents: Sequence[int], alpha: float) -> list[float]:
         alpha: The exponent of p_d in q_d.
     """
     # The config key `weight_by_num_documents` selects these weights.
-    total = sum(documents)
-    if len(documents) == 1 or total == 0:  # a split without documents has no samples either
+    if len(documents) == 1 or not any(documents):  # a split without documents has no samples
         return [1.0] * len(documents)
-    shares = [n / total for n in documents]
-    powers = [share**alpha for share in shares]
-    total = sum(powers)
-    weights = [power / total * (1 - share) for power, share in zip(powers, shares, strict=True)]
-    total = sum(weights)
-    return [weight / total for weight in weights]
+    shares = normalized(documents)
+    powers = normalized([share**alpha for share in shares])
+    return normalized([power * (1 - p) for power, p in zip(powers, shares, strict=True)])
 
 
 def samples_to_index(num_samples: int, weights: Sequence[float]) -> list[int]:
@@ -172,8 +160,7 @@ class BlendedDataset(Samples):
         choices: The corpus (0, 1, ...) of each sample, uint8 [length].
 
     Raises:
-        DataError: A weight is negative or not finite, all weights are 0, or there are more than 254
-            corpora.
+        DataError: There are more than 254 corpora.
     """
 
     # The additional samples do not change the first `num_samples` samples.

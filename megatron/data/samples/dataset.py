@@ -16,8 +16,6 @@ shorter than a sample, the block has more epochs.) Increasing `extend_to` never 
 samples. Within the index and within each block, no sample occurs twice.
 """
 
-from __future__ import annotations
-
 import os
 
 import numpy as np
@@ -42,6 +40,10 @@ class TokenDataset(Samples):
         cache_dir: The folder for the stored order of the samples. With None, the order exists only
             in memory.
         extend_to: The minimum length of the data set, or None. Additional samples come last.
+
+    Attributes:
+        index: GPT-NeoX's sample index for the planned number of samples. The samples that
+            `extend_to` adds are not in it.
 
     Raises:
         ShardError: The split has no documents or no tokens, or the tokens in the shards are not
@@ -76,24 +78,18 @@ class TokenDataset(Samples):
                 "`split`, or give more data"
             )
         self._cache_dir = cache_dir
-        first = self._index(num_samples, seed)
-        self.published_length = max(0, first.num_built - 1)
+        self.index = self._index(num_samples, seed)
+        self.published_length = max(0, self.index.num_built - 1)
         self._length = max(self.published_length, num_samples)
-        self._blocks = [first]
+        self._blocks = [self.index]
         # The number of the first sample in each block, then the total number of samples.
-        self._block_starts = [0, first.num_built]
+        self._block_starts = [0, self.index.num_built]
         if extend_to is not None:
             self._length = max(self._length, extend_to)
             while self._block_starts[-1] < self._length:
                 block = self._index(1, seed + len(self._blocks))
                 self._blocks.append(block)
                 self._block_starts.append(self._block_starts[-1] + block.num_built)
-
-    @property
-    def index(self) -> SampleIndex:
-        """GPT-NeoX's sample index for the planned number of samples."""
-        # The samples that `extend_to` adds are not in this index.
-        return self._blocks[0]
 
     def fill(self, out_NT: np.ndarray, indices_N: np.ndarray) -> None:
         if len(self._blocks) == 1:

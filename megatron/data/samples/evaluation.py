@@ -7,8 +7,6 @@ have the same product n L, they are therefore compared on the same targets. Only
 differs.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 

@@ -21,8 +21,6 @@ The arrays equal those of GPT-NeoX (Megatron-LM's `gpt2_dataset.py` and `helpers
 No compiled helper is needed.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import NamedTuple
 

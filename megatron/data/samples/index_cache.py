@@ -9,8 +9,6 @@ lets only one process build at a time. Therefore every machine gets the index, w
 machines share a file system.
 """
 
-from __future__ import annotations
-
 import hashlib
 import os
 import shutil

@@ -12,8 +12,6 @@ consumed samples is the loader's complete state. The order equals that of GPT-Ne
 `DistributedBatchSampler` without interleaving.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import numpy as np

@@ -1,11 +1,5 @@
 """Divide the documents of a data set into training, validation and test documents."""
 
-from __future__ import annotations
-
-import numpy as np
-
-from megatron.data.errors import DataError
-
 SPLITS = ("train", "valid", "test")
 
 
@@ -13,31 +7,17 @@ def split_documents(split: str, num_documents: int) -> list[tuple[int, int]]:
     """Divide documents into consecutive ranges for training, validation and test, as GPT-NeoX does.
 
     Args:
-        split: Three weights such as "969, 30, 1", separated by `,` or `/`.
+        split: Up to three weights such as "969, 30, 1", separated by `,` or `/`. The config has
+            checked that they are finite, none is negative, and their sum is above 0.
         num_documents: The number of documents to divide.
 
     Returns:
         The pairs (start, end) for training, validation and test. Each range includes document
         `start` and excludes document `end`.
-
-    Raises:
-        DataError: `split` is not a list of finite weights >= 0 with a sum above 0.
     """
-    # Missing weights are 0, and weights after the third are ignored.
-    separator = "," if "," in split else "/"
-    try:
-        weights = [float(part) for part in split.split(separator)]
-    except ValueError:
-        raise DataError(
-            f"split: {split!r} is not a list of numbers; write three weights such as '969, 30, 1'"
-        ) from None
-    weights = (weights + [0.0, 0.0])[:3]
-    total = sum(weights)
-    if not np.isfinite(weights).all() or min(weights) < 0 or total <= 0:
-        raise DataError(
-            f"split: {split!r} needs finite weights >= 0 with a sum above 0, such as '969, 30, 1'"
-        )
-    bounds = [0]
+    weights = [float(part) for part in split.replace("/", ",").split(",")]
+    weights += [0.0] * (3 - len(weights))  # missing weights are 0
+    total, bounds = sum(weights), [0]
     for weight in weights:
         bounds.append(bounds[-1] + int(round(weight / total * float(num_documents))))
     surplus = bounds[-1] - num_documents

@@ -7,8 +7,6 @@ if the text is replaced, reordered or tokenised with another tokenizer. In a lar
 change of a few tokens outside the blocks is not noticed.
 """
 
-from __future__ import annotations
-
 import hashlib
 
 import numpy as np

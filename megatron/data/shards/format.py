@@ -17,8 +17,6 @@ in GPT-NeoX, dtype code 6 means float32 and 7 means float64. In Megatron-LM, 6 m
 difference has no effect in practice, because tokens are never floats.
 """
 
-from __future__ import annotations
-
 import os
 import struct
 from pathlib import Path
@@ -51,7 +49,7 @@ def starts_in_bin(sizes: np.ndarray, itemsize: int, begin: int) -> tuple[np.ndar
     """Return where n consecutive documents lie in the .bin file of a token shard.
 
     Args:
-        sizes: The number of tokens in each of the n > 0 documents.
+        sizes: The number of tokens in each of the n documents.
         itemsize: The number of bytes of a token.
         begin: The offset in bytes at which the first of these documents starts.
 
@@ -60,4 +58,4 @@ def starts_in_bin(sizes: np.ndarray, itemsize: int, begin: int) -> tuple[np.ndar
         the offset at which the last document ends.
     """
     ends = begin + np.cumsum(sizes, dtype=np.int64) * itemsize
-    return ends - sizes * np.int64(itemsize), int(ends[-1])
+    return ends - sizes * np.int64(itemsize), int(ends[-1]) if len(ends) else begin

@@ -1,7 +1,5 @@
 """The interface for reading token shards, the same for one shard and for several joined shards."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Protocol
 

@@ -1,7 +1,5 @@
 """Open several token shards and read them, one after the other, as one data set."""
 
-from __future__ import annotations
-
 import glob
 import os
 from bisect import bisect_right
@@ -10,9 +8,9 @@ from collections.abc import Sequence
 import numpy as np
 
 from megatron.data.errors import ShardError
+from megatron.data.shards.format import starts_in_bin
 from megatron.data.shards.interface import Shards
-from megatron.data.shards.manifest import partition_of, read_manifest
-from megatron.data.shards.matching_tokenizer import check_tokenizer
+from megatron.data.shards.manifest import check_tokenizer, partition_of, read_manifest
 from megatron.data.shards.reader import ShardReader
 from megatron.data.tokenizers.base import Tokenizer
 
@@ -117,12 +115,7 @@ class JoinedShards:
         self.dtype = readers[0].dtype
         self.sizes = np.concatenate([reader.sizes for reader in readers])
         self.tokens = _JoinedTokens([reader.tokens for reader in readers], self.dtype)
-        self.pointers = np.concatenate(
-            [
-                reader.pointers + start * self.dtype.itemsize
-                for reader, start in zip(readers, self.tokens.starts[:-1], strict=True)
-            ]
-        )
+        self.pointers, _ = starts_in_bin(self.sizes, self.dtype.itemsize, 0)
 
     def __len__(self) -> int:
         return len(self.sizes)

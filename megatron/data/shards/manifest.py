@@ -1,7 +1,5 @@
 """The manifest PREFIX.json, which records the tokenizer, counts and sources of a token shard."""
 
-from __future__ import annotations
-
 import json
 import os
 
@@ -104,3 +102,20 @@ def partition_of(manifest: dict | None) -> dict | None:
     # each partition is written to a shard of its own. `begin` and `end` are None if the partition
     # has no chunk.
     return ((manifest or {}).get("source") or {}).get("partition")
+
+
+def check_tokenizer(prefix: str | os.PathLike, tokenizer: Tokenizer) -> None:
+    """Check that the shard with this prefix was made with `tokenizer`.
+
+    Raises:
+        ShardError: The manifest of the shard names another tokenizer.
+    """
+    # A shard without a manifest is accepted.
+    manifest = read_manifest(prefix)
+    if manifest and manifest["tokenizer_fingerprint"] != tokenizer.fingerprint():
+        raise ShardError(
+            f"{prefix}: was made with {manifest.get('tokenizer')} (fingerprint "
+            f"{manifest['tokenizer_fingerprint'][:12]}), not with this run's {tokenizer.name} "
+            f"({tokenizer.fingerprint()[:12]}): set tokenizer_type, vocab_file and merge_file to "
+            "those of the data, or prepare the data again"
+        )

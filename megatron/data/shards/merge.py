@@ -1,7 +1,5 @@
 """Merge several token shards into one shard on disk."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,8 +9,6 @@ from megatron.data.shards.joined import check_compatible
 from megatron.data.shards.manifest import COUNTS, partition_of, read_manifest, to_bytes
 from megatron.data.shards.reader import ShardReader
 from megatron.data.shards.writer import ShardWriter
-
-_TOKENS_AT_ONCE = 1 << 24
 
 
 def merge(prefixes: Sequence[str], output: str | os.PathLike) -> tuple[int, int]:
@@ -30,7 +26,7 @@ def merge(prefixes: Sequence[str], output: str | os.PathLike) -> tuple[int, int]
             they differ in dtype or tokenizer.
     """
     # The shards cannot be merged either if all are empty, or if a partition of a preparation run is
-    # missing.
+    # missing. If each merged shard has a manifest, the new shard gets one that combines them.
     if Path(f"{output}.idx").exists():
         raise ShardError(f"{output}.idx: exists already; remove it, or choose another name")
     readers = [ShardReader(prefix) for prefix in prefixes]
@@ -39,47 +35,23 @@ def merge(prefixes: Sequence[str], output: str | os.PathLike) -> tuple[int, int]
     _check_partitions(prefixes, [partition_of(manifest) for manifest in manifests])
     try:
         with ShardWriter(output, readers[0].dtype.newbyteorder("=")) as writer:
-            return _copy(readers, [each for each in manifests if each], writer)
+            for reader in readers:
+                writer.add_documents(reader.tokens, reader.sizes)
+            known = [each for each in manifests if each]
+            if len(known) == len(readers):
+                sums = {key: sum(each.get(key, 0) for each in known) for key in COUNTS}
+                names = [Path(prefix).name for prefix in prefixes]
+                merged = dict(zip(names, (each["source"] for each in known), strict=True))
+                source = {"merged": merged}
+                writer.manifest = to_bytes({**known[0], **sums, "source": source})
+            if not writer.documents:
+                raise ShardError(f"{', '.join(prefixes)}: no document in them; nothing is written")
+            return writer.documents, writer.tokens
     except OSError as error:
         if error.filename:
             raise
         # For a full disk, the operating system's error names no file.
         raise ShardError(f"{output}: {error}; nothing is written") from error
-
-
-def _copy(
-    readers: Sequence[ShardReader], manifests: Sequence[dict], writer: ShardWriter
-) -> tuple[int, int]:
-    """Append all documents of `readers` to `writer`. The caller must finalize the writer.
-
-    Args:
-        readers: The shards to merge, in the order of their documents.
-        manifests: The manifests of the shards.
-        writer: The writer of the new shard.
-
-    Returns:
-        The numbers of documents and tokens in the new shard.
-
-    Raises:
-        ShardError: The shards to merge contain no document.
-    """
-    # `manifests` has no entry for a shard without manifest. If each merged shard has a manifest,
-    # the new shard gets a manifest that combines all of them.
-    for reader in readers:
-        writer.add_documents(reader.tokens[:0], reader.sizes)
-        for start in range(0, len(reader.tokens), _TOKENS_AT_ONCE):
-            tokens = reader.tokens[start : start + _TOKENS_AT_ONCE]
-            writer.add_documents(tokens, reader.sizes[:0])
-    prefixes = [reader.prefix for reader in readers]
-    if len(manifests) == len(readers):
-        sums = {key: sum(each.get(key, 0) for each in manifests) for key in COUNTS}
-        names = [Path(prefix).name for prefix in prefixes]
-        sources = [each["source"] for each in manifests]
-        merged = {"merged": dict(zip(names, sources, strict=True))}
-        writer.manifest = to_bytes({**manifests[0], **sums, "source": merged})
-    if not writer.documents:
-        raise ShardError(f"{', '.join(prefixes)}: no document in them; nothing is written")
-    return writer.documents, writer.tokens
 
 
 def _check_partitions(prefixes: Sequence[str], partitions: Sequence[dict | None]) -> None:

@@ -1,7 +1,5 @@
 """Read one token shard, PREFIX.bin and PREFIX.idx (see `format.py`), by mapping it into memory."""
 
-from __future__ import annotations
-
 import mmap
 import os
 from pathlib import Path

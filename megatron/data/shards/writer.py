@@ -1,7 +1,5 @@
 """Write a token shard, PREFIX.bin and PREFIX.idx (see `format.py`), completely or not at all."""
 
-from __future__ import annotations
-
 import os
 import uuid
 from contextlib import AbstractContextManager, suppress

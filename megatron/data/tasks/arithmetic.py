@@ -4,8 +4,6 @@ They are in the length generalization study of Deletang et al. (2022, arXiv 2207
 parity and modular arithmetic are regular languages, and addition is context-sensitive.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import numpy as np

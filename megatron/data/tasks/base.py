@@ -12,8 +12,6 @@ It need not know this, because the length of an example determines the length of
 that do not learn where to stop extrapolate better (Newman et al. 2020, arXiv 2010.07174).
 """
 
-from __future__ import annotations
-
 import hashlib
 from abc import ABC, abstractmethod
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """The task `mqar`, multi-query associative recall (Arora et al. 2023, arXiv 2312.04927)."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import numpy as np

@@ -1,7 +1,5 @@
 """The list of length tasks, and the construction of a task from the config's values."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import fields
 from typing import Any

@@ -5,8 +5,6 @@ run's seed, the split and i. Nothing is stored. Extending a data set does not ch
 samples.
 """
 
-from __future__ import annotations
-
 import numpy as np
 
 from megatron.data.errors import TaskError

@@ -4,10 +4,9 @@ They are in the length generalization studies of Deletang et al. (2022, arXiv 22
 Kazemnejad et al. (2023, arXiv 2305.19466). The symbols are drawn independently and uniformly.
 """
 
-from __future__ import annotations
-
-from abc import abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import ClassVar
 
 import numpy as np
 
@@ -16,6 +15,7 @@ from megatron.data.tasks.base import ASKED, Example, Task, numbers, option, ques
 
 @dataclass(frozen=True)
 class _Rearranged(Task):
+    rearranged: ClassVar[Callable[[list[int]], list[int]]]  # from a question to its answer
     symbols: int = option(10, least=2)
 
     @property
@@ -26,19 +26,13 @@ class _Rearranged(Task):
         drawn = rng.integers(self.symbols, size=length).tolist()
         return question(list(map(str, drawn)), list(map(str, self.rearranged(drawn))))
 
-    @abstractmethod
-    def rearranged(self, drawn: list[int]) -> list[int]:
-        """Return the answer for the symbols `drawn` of a question."""
-
 
 @dataclass(frozen=True)
 class Copy(_Rearranged):
     """The task of repeating a row of n symbols."""
 
     name = "copy"
-
-    def rearranged(self, drawn: list[int]) -> list[int]:
-        return drawn
+    rearranged = staticmethod(lambda drawn: drawn)
 
 
 @dataclass(frozen=True)
@@ -46,9 +40,7 @@ class Reverse(_Rearranged):
     """The task of writing a row of n symbols from its end to its start."""
 
     name = "reverse"
-
-    def rearranged(self, drawn: list[int]) -> list[int]:
-        return drawn[::-1]
+    rearranged = staticmethod(lambda drawn: drawn[::-1])
 
 
 @dataclass(frozen=True)
@@ -56,6 +48,4 @@ class Sort(_Rearranged):
     """The task of sorting a row of n symbols. Symbols may occur several times."""
 
     name = "sort"
-
-    def rearranged(self, drawn: list[int]) -> list[int]:
-        return sorted(drawn)
+    rearranged = staticmethod(sorted)

@@ -1,7 +1,5 @@
 """The tokenizer of a length task. Its tokens are words, separated by spaces in text."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import numpy as np

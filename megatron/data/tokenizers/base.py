@@ -24,8 +24,6 @@ every id below 32, even a line end, to a space.) Arrays of ids have the dtype th
 returns.
 """
 
-from __future__ import annotations
-
 import hashlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence

@@ -1,7 +1,5 @@
 """Tokenizers built with the `tokenizers` library, from tokenizer.json or from GPT-2's two files."""
 
-from __future__ import annotations
-
 import json
 from collections import Counter
 from collections.abc import Sequence

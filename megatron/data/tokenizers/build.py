@@ -1,7 +1,5 @@
 """Build a tokenizer from the name of its type and the paths of its files."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from megatron.config.choices import TOKENIZERS, TOKENIZERS_NOT_BUILT

@@ -1,7 +1,5 @@
 """Tokenizers whose tokens are the bytes of the text in UTF-8. They need no vocabulary file."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import numpy as np

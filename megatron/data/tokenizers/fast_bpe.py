@@ -10,8 +10,6 @@ compared `CHECK_FIRST` characters. After that it compares only some texts, which
 about one in `CHECK_EVERY` of all characters.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable
 from importlib.util import find_spec

@@ -4,8 +4,6 @@ If a tokenizer's files have these hashes, training starts sooner, because the me
 parsed. Faster libraries may then encode (see `fast_bpe.py`).
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 

@@ -1,7 +1,5 @@
 """A tokenizer for SentencePiece models. It needs the optional `sentencepiece` library."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 

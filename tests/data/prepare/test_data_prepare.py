@@ -11,7 +11,7 @@ import pytest
 import prepare_data
 from megatron.data.errors import CorpusError, ShardError
 from megatron.data.prepare.sources import find_sources
-from megatron.data.prepare.text_to_shards import Preparation, PrepareOptions
+from megatron.data.prepare.text_to_shards import Preparation
 from megatron.data.shards.joined import join, open_each
 from megatron.data.shards.manifest import read_manifest
 from megatron.data.shards.reader import ShardReader
@@ -180,8 +180,7 @@ def written(folder, texts, name="x", **options):
     """Write shards of `texts` in `folder`; return the manifest."""
     path = folder / f"{name}.jsonl"
     path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
-    options = PrepareOptions(**options)
-    [manifest] = Preparation(find_sources([path]), [folder / name], BYTES, options).run()
+    [manifest] = Preparation(find_sources([path]), [folder / name], BYTES, **options).run()
     return manifest
 
 
@@ -227,18 +226,18 @@ def test_a_changed_input_is_read_again_and_a_skipping_run_goes_on(tmp_path):
     lines = [json.dumps({"text": text}) + "\n" for text in good]
     path.write_text("".join(lines) + '{"text": 1}\n')
     sources = find_sources([path])
-    stop, skip = (PrepareOptions(on_error=how, **options) for how in ("stop", "skip"))
+    stop, skip = ({"on_error": how, **options} for how in ("stop", "skip"))
     with pytest.raises(CorpusError, match="x.jsonl:3001: .* goes on after the first 2,"):
-        Preparation(sources, [tmp_path / "x"], BYTES, stop).run()
+        Preparation(sources, [tmp_path / "x"], BYTES, **stop).run()
     kept = {path.name for path in tmp_path.iterdir()}
     assert {"x.journal", "x.bin.part", "x.idx.part"} <= kept and "x.idx" not in kept
-    [manifest] = Preparation(sources, [tmp_path / "x"], BYTES, skip).run()
+    [manifest] = Preparation(sources, [tmp_path / "x"], BYTES, **skip).run()
     assert (manifest["documents"], manifest["source"]["skipped"]) == (3000, 1)
     expected = (tmp_path / "x.bin").read_bytes()
     with pytest.raises(CorpusError, match="x.jsonl:3001"):
-        Preparation(sources, [tmp_path / "y"], BYTES, stop).run()
+        Preparation(sources, [tmp_path / "y"], BYTES, **stop).run()
     path.write_text("".join(lines[1:]))  # corrected, and changed at its beginning
-    [manifest] = Preparation(find_sources([path]), [tmp_path / "y"], BYTES, stop).run()
+    [manifest] = Preparation(find_sources([path]), [tmp_path / "y"], BYTES, **stop).run()
     assert manifest["documents"] == 2999
     assert (tmp_path / "y.bin").read_bytes() == expected[len(good[0]) * 2 + 2 :]
     assert sorted(path.name for path in tmp_path.glob("y*")) == ["y.bin", "y.idx", "y.json"]

@@ -20,7 +20,7 @@ from megatron.data.errors import CorpusError
 from megatron.data.prepare.chunks import CHUNK_BYTES, Place, line_chunks
 from megatron.data.prepare.encode import EncodeOptions
 from megatron.data.prepare.sources import find_sources, kind_of
-from megatron.data.prepare.text_to_shards import Preparation, PrepareOptions
+from megatron.data.prepare.text_to_shards import Preparation
 from megatron.data.shards.manifest import read_manifest
 from megatron.data.shards.reader import ShardReader
 from megatron.data.tokenizers.build import build_tokenizer
@@ -33,8 +33,8 @@ KEPT = [text for text in DOCUMENTS if text]
 
 def prepared(tmp_path: Path, *inputs, on_error="stop", **encode) -> list[str]:
     """Prepare shards of `inputs`; return their documents, decoded."""
-    options = PrepareOptions(EncodeOptions(**encode), 1, on_error)
-    Preparation(find_sources(inputs), [tmp_path / "out"], BYTES, options).run()
+    encode = EncodeOptions(**encode)
+    Preparation(find_sources(inputs), [tmp_path / "out"], BYTES, encode, 1, on_error).run()
     shards = ShardReader(tmp_path / "out")
     return [BYTES.decode(shards.get(i)[:-1]) for i in range(len(shards))]
 
@@ -181,7 +181,7 @@ def test_sets_of_the_pile(tmp_path):
 def test_several_keys_and_ftfy(tmp_path):
     path = tmp_path / "a.jsonl"
     path.write_text('{"text": "schÃ¶n", "code": "x"}\n{"text": "two", "code": ""}\n')
-    options = PrepareOptions(EncodeOptions(("text", "code"), ftfy=True))
+    options = EncodeOptions(("text", "code"), ftfy=True)
     prefixes = [tmp_path / "t", tmp_path / "c"]
     first, second = Preparation(find_sources([path]), prefixes, BYTES, options).run()
     shards = [ShardReader(prefix) for prefix in prefixes]
