@@ -61,7 +61,7 @@ def command(start: str) -> str:
     """Return the command of the page that begins with `start`, made small."""
     [found] = [line for line in COMMANDS if line.startswith(start)]
     for said, smaller in SMALLER.items():
-        found = found.replace(said, smaller)
+        found = found if found.startswith("cp ") else found.replace(said, smaller)
     return found
 
 
