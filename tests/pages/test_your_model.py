@@ -1,8 +1,8 @@
 """Follow the page "Your model on 8 GPUs": run its commands in their order, on a CPU.
 
 The commands are read from the page. `SMALLER` says what is replaced in them, and the page has the
-same list in words. Bash runs them with stand-ins for Slurm's commands, which are the script's own
-process here: `sbatch` becomes the job, `scancel` sends it the signal.
+same list in words. Bash runs Slurm's commands with stand-ins: `sbatch` becomes the job, `scancel`
+sends it the signal. `kerple NAME` and `torchrun` are forked from a process that has imported torch.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -17,8 +18,10 @@ import time
 from pathlib import Path
 
 import pytest
+import torch.distributed.run
 import yaml
 
+from tests.helpers.launch import run_script
 from tests.helpers.paths import ROOT
 
 PAGE = (ROOT / "docs" / "your_model.md").read_text()
@@ -38,7 +41,7 @@ SMALL = {
     "num_layers": 2, "hidden_size": 32, "num_attention_heads": 2,
     "seq_length": 64, "max_position_embeddings": 64, "split": "6,2,2",
     "train_batch_size": 4, "train_micro_batch_size_per_gpu": 2, "train_iters": 30,
-    "lr_decay_iters": 30, "eval_interval": 15, "eval_iters": 1, "log_interval": 1,
+    "lr_decay_iters": 30, "eval_interval": 30, "eval_iters": 1, "log_interval": 1,
     "eval_lengths": [64, 128], "eval_tokens": 256, "eval_suite_tokens": 512,
 }  # fmt: skip
 STANDINS = {
@@ -76,19 +79,32 @@ class Follower:
             path.write_text(f"#!/usr/bin/env bash\n{text}\n")
             path.chmod(0o755)
 
+        self.environment = {key: os.environ[key] for key in os.environ if key != "WORLD_SIZE"}
+        self.environment["PATH"] = f"{folder / 'bin'}:{os.environ['PATH']}"
+
     def begin(self, start: str) -> subprocess.Popen:
         self.done.append(start)
-        environment = {key: os.environ[key] for key in os.environ if key != "WORLD_SIZE"}
-        environment["PATH"] = f"{self.folder / 'bin'}:{os.environ['PATH']}"
         return subprocess.Popen(
-            ["bash", "-c", command(start)], cwd=self.folder, env=environment,
+            ["bash", "-c", command(start)], cwd=self.folder, env=self.environment,
             stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True,
         )  # fmt: skip
 
     def run(self, start: str) -> str:
-        process = self.begin(start)
-        output, _ = process.communicate(timeout=400)
-        assert process.returncode == 0, output
+        program, *arguments = shlex.split(command(start))
+        if program in ("kerple", "torchrun"):
+            self.done.append(start)
+            script = Path(torch.distributed.run.__file__)
+            if program == "kerple":
+                name, *arguments = arguments
+                script = ROOT / {"prepare": "prepare_data.py"}.get(name, f"{name}.py")
+                script = script if script.is_file() else ROOT / f"tools/{name.replace('-', '_')}.py"
+            environ = self.environment
+            code, output = run_script(script, *arguments, cwd=self.folder, environ=environ)
+        else:
+            process = self.begin(start)
+            output, _ = process.communicate(timeout=400)
+            code = process.returncode
+        assert code == 0, output
         return output
 
 
