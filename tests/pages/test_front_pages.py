@@ -79,7 +79,7 @@ def test_the_summary_of_the_length_tasks(repo_root):
     text = one_line(repo_root / "docs" / "length_tasks.md")
     sort = 100 * exact.loc["sort", 20][1235]
     assert f"is right on {sort['none']:.1f}% of the rows of twice the training length" in text
-    assert f"every other one on at most {sort.drop('none').max():.1f}%" in text
+    assert f"every other model on at most {sort.drop('none').max():.1f}%" in text
     for task, length in (("reverse", 20), ("modular", 20), ("addition", 10)):
         assert exact.loc[task, length][1235].max() == 0
     learnt = (exact.loc["mqar", 4] >= 0.9).sum(axis=1)
