@@ -106,7 +106,8 @@ def taken(page: Page, given: str, path: Path, wait: float) -> list[str]:
     width = page.viewport_size["width"]
     page.set_viewport_size({"width": width, "height": min(height, LONGEST)})
     page.screenshot(path=path)
-    Image.open(path).convert("RGB").quantize(256).save(path, optimize=True)
+    picture = Image.open(path).convert("RGB")
+    picture.quantize(256, method=Image.Quantize.MAXCOVERAGE).save(path, optimize=True)
     print(f"{path}: {width} x {height} pixels")
     return asked + ([f"{given}: {wide} pixels wide at {width}"] if wide > width else [])
 
