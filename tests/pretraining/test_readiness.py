@@ -101,8 +101,8 @@ def test_held_out_text_that_is_shorter_than_the_longest_evaluation_is_named(tmp_
     held = int(ShardReader(tmp_path / "text_document").sizes[54:].sum())
     assert problems(config, eval_lengths=[16, held - 1]) == []
     assert problems(config, eval_lengths=[16, held]) == [
-        f"split: the valid split has {held:,} tokens in 6 documents, too few for eval_lengths up to "
-        f"{held:,}; give it a larger weight"
+        f"split: the valid split has {held:,} tokens in 6 documents, too few for eval_lengths up "
+        f"to {held:,}; give it a larger weight"
     ]
     none = problems(config, eval_lengths=[16], split="999,1", eval_split="valid")
     assert none[0].startswith("split: the valid split has 0 tokens in 0 documents, too few")
