@@ -197,4 +197,6 @@ def test_the_page_says_what_is_replaced():
     table = PAGE.partition("| on this page | in the test |")[2]
     for row in ("8 GPUs", "32,768 tokens", "`my.yml`", "`sbatch`", "`tail -f`, `tensorboard`"):
         assert f"| {row}" in table
-    assert f"| {SMALLER['--size 32768'].split()[1]} |" in table
+    values = {said: smaller.split()[-1] for said, smaller in SMALLER.items()}
+    assert f"| {values['--size 32768']} |" in table
+    assert f"| {values['--workers 8']}, {values['--max-new-tokens 200']} |" in table
