@@ -39,18 +39,20 @@ def kerple_command() -> int:
     """Run the command that the command line names, such as `kerple train quickstart --check`.
 
     A name is that of a script, with `-` for `_`: `kerple export-hf` runs `tools/export_hf.py` with
-    the remaining arguments. `kerple prepare` runs `prepare_data.py`.
+    the remaining arguments. `kerple prepare` runs `prepare_data.py`. `kerple path` prints the
+    folder with the shipped files, such as `configs/recipes/own_160M.yml`.
 
     Returns:
-        2 if there is no such command, else 0 after `--help`.
+        2 if there is no such command, else 0 after `--help` and `path`.
     """
     scripts = sorted([*ROOT.glob("*.py"), *ROOT.glob("tools/[!_]*.py")])
     by_name = {path.stem.replace("_", "-"): str(path) for path in scripts}
     by_name["prepare"] = by_name.pop("prepare-data")
     name, *arguments = sys.argv[1:] or [""]
     if name not in by_name:
-        print("usage: kerple COMMAND [ARGUMENT ...]", "COMMAND is one of", *by_name, sep="\n  ")
-        return 0 if name in ("-h", "--help") else 2
+        usage = "\n  ".join(["usage: kerple COMMAND [ARGUMENT ...]", "COMMAND is one of", *by_name])
+        print(ROOT if name == "path" else f"{usage}\n  path")
+        return 0 if name in ("-h", "--help", "path") else 2
     paths = (str(ROOT), os.environ.get("PYTHONPATH"))  # the first for `import tools`
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
     os.execv(sys.executable, [sys.executable, by_name[name], *arguments])

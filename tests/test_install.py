@@ -180,6 +180,9 @@ def test_kerple_lists_its_commands(installed):
     listed = installed.kerple("--help").split()
     assert {*NAMES} <= {*listed}
     assert "check-parity" not in listed
+    place = Path(installed.kerple("path").strip())
+    assert (place / "configs/recipes/own_160M.yml").is_file()
+    assert (place / "tools/slurm/train.sbatch").is_file()
 
 
 def test_the_doctor_knows_the_versions_of_an_installation(installed):

@@ -3,6 +3,13 @@
     apt-get install chromium && pip install playwright==1.65.2
     python docs/lab/screenshots.py docs/results/code/report.html --out docs/lab/screenshots
 
+    pip install cmarkgfm==2025.10.22
+    npm pack github-markdown-css@5.9.0 && tar xzf github-markdown-css-5.9.0.tgz
+    python docs/lab/screenshots.py README.md --css package/github-markdown.css --out shots
+
+A Markdown file is shown as GitHub shows it: rendered by cmarkgfm, with GitHub's style sheet. The
+PNG files have at most 256 colours.
+
 Each page gives four PNG files of its full height, at most LONGEST pixels, such as
 `report-390-dark.png`. A page may also be an address such as `http://localhost:6006`. Chromium
 reaches no other host: a file that asks for one is named, as is a page that scrolls sideways. Then
@@ -13,8 +20,10 @@ from __future__ import annotations
 
 import argparse
 import shutil
+import tempfile
 from pathlib import Path
 
+from PIL import Image
 from playwright.sync_api import Page, sync_playwright
 
 WIDTHS = (1280, 390)
@@ -26,6 +35,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description="Screenshots of pages in headless Chromium")
     parser.add_argument("pages", nargs="+", help="HTML files, or addresses on this machine")
     parser.add_argument("--out", type=Path, required=True, help="folder for the PNG files")
+    parser.add_argument("--css", type=Path, help="style sheet of Markdown files")
     parser.add_argument("--wait", type=float, default=0.3, help="seconds before each picture")
     args = parser.parse_args()
     args.out.mkdir(parents=True, exist_ok=True)
@@ -38,10 +48,14 @@ def main() -> int:
                     viewport={"width": width, "height": 900}, color_scheme=scheme
                 )
                 for given in args.pages:
-                    page = context.new_page()
-                    faults += taken(
-                        page, given, args.out / f"{name(given)}-{width}-{scheme}.png", args.wait
-                    )
+                    page, picture = context.new_page(), f"{name(given)}-{width}-{scheme}.png"
+                    if given.endswith(".md"):
+                        with tempfile.NamedTemporaryFile("w", suffix=".html") as file:
+                            file.write(rendered(Path(given), args.css.read_text()))
+                            file.flush()
+                            faults += taken(page, file.name, args.out / picture, args.wait)
+                    else:
+                        faults += taken(page, given, args.out / picture, args.wait)
                     page.close()
                 context.close()
         browser.close()
@@ -54,6 +68,18 @@ def name(given: str) -> str:
     path = Path(given)
     found = path.parent.name if path.stem == "index" else path.stem
     return found.replace(":", "_").removeprefix("#")
+
+
+def rendered(path: Path, css: str) -> str:
+    """Return a Markdown file as an HTML page like GitHub's."""
+    import cmarkgfm
+
+    head = f'<base href="{path.resolve().parent.as_uri()}/"><style>{css}</style>'
+    head += "<style>@media (prefers-color-scheme: dark) { body { background: #0d1117 } }</style>"
+    head += '<meta charset="utf-8"><meta name="viewport" content="width=device-width">'
+    style = "max-width: 1012px; margin: auto; padding: 16px; box-sizing: border-box"
+    body = cmarkgfm.github_flavored_markdown_to_html(path.read_text())
+    return f'<!doctype html>{head}<article class="markdown-body" style="{style}">{body}</article>'
 
 
 def taken(page: Page, given: str, path: Path, wait: float) -> list[str]:
@@ -80,6 +106,8 @@ def taken(page: Page, given: str, path: Path, wait: float) -> list[str]:
     width = page.viewport_size["width"]
     page.set_viewport_size({"width": width, "height": min(height, LONGEST)})
     page.screenshot(path=path)
+    picture = Image.open(path).convert("RGB")
+    picture.quantize(256, method=Image.Quantize.MAXCOVERAGE).save(path, optimize=True)
     print(f"{path}: {width} x {height} pixels")
     return asked + ([f"{given}: {wide} pixels wide at {width}"] if wide > width else [])
 

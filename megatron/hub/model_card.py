@@ -6,7 +6,7 @@ import inspect
 from pathlib import Path
 from typing import Any
 
-from megatron.config import Config
+from megatron.engine.checkpoint.saved_checkpoints import Kind
 from megatron.engine.open_run import OpenRun
 from megatron.files import parse_json, read_small
 from megatron.run_folder import RunFolder
@@ -34,7 +34,7 @@ def model_card(run: OpenRun, *, own_class: bool, longest: int | None, licence: s
         count=sum(weight.numel() for weight in run.model.parameters()),
         shape=run.model.shape,
         trained=run.config.model.seq_length,
-        recipe=_recipe(run.config),
+        recipe=_recipe(run),
         results=results,
         verdict=verdict,
         own_class=own_class,
@@ -49,15 +49,18 @@ def _formula(term: Any) -> str:
     return text.removeprefix("Define ").strip()
 
 
-def _recipe(config: Config) -> dict[str, Any]:
+def _recipe(run: OpenRun) -> dict[str, Any]:
     """Return a dict of the model's training settings, such as data, steps and optimizer."""
-    flat = config.to_flat_dict()
-    keys: dict[str, Any] = {}
+    # `run.config` has the batch and the optimizer of inference, so both come from the checkpoint.
+    saved: Any = run.saved  # None for a model that was never saved
+    recorded = saved.record.config if saved and saved.kind is not Kind.PUBLISHED else {}
+    flat, keys = recorded or run.config.to_flat_dict(), {}
     keys |= {name: flat[name] for name in ("data_path", "train_data_paths") if flat.get(name)}
-    keys["steps"] = f"{flat['train_iters']:,} of {flat['train_batch_size']} texts"
-    for name in ("optimizer", "lr_decay_style", "weight_decay", "precision", "seed"):
-        keys[name] = flat.get(name)
-    return keys
+    if recorded:
+        keys["steps"] = f"{flat['train_iters']:,} of {flat['train_batch_size']} texts"
+        keys["optimizer"] = flat.get("optimizer")
+    names = ("lr_decay_style", "weight_decay", "precision", "seed")
+    return keys | {name: flat.get(name) for name in names}
 
 
 def _results(run: RunFolder) -> tuple[list[list[str]], list[str]]:

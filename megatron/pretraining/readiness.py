@@ -11,7 +11,7 @@ from megatron.config import Config
 from megatron.config.sections.data import DataConfig
 from megatron.data.corpora.catalogue import CORPORA, GPT2_FILES
 from megatron.data.errors import DataError
-from megatron.data.samples.split import split_documents
+from megatron.data.samples.split import SPLITS, split_documents
 from megatron.data.shards.joined import join, open_each
 from megatron.data.tokenizers.build import build_tokenizer
 from megatron.files import existing, why_unwritable
@@ -54,7 +54,8 @@ def _text(config: Config) -> Iterator[Finding]:
     except DataError as error:
         yield True, f"{error}\n    {_command(data)}"
         return
-    first, last = split_documents("1" if data.train_data_paths else data.split, len(sizes))[0]
+    splits = split_documents("1" if data.train_data_paths else data.split, len(sizes))
+    first, last = splits[0]
     tokens = int(sizes[first:last].sum(dtype="int64"))
     wanted = config.batch.train_batch_size * config.model.seq_length * config.training.train_iters
     yield (
@@ -62,6 +63,12 @@ def _text(config: Config) -> Iterator[Finding]:
         f"text to train on {tokens:,} tokens in {last - first:,} of {len(sizes):,} documents; "
         f"the run reads {wanted:,} = {wanted / max(1, tokens):.3g} epochs",
     )
+    name, longest = config.evaluation.eval_split, max(config.evaluation.eval_lengths, default=0)
+    first, last = splits[SPLITS.index(name)]
+    held = int(sizes[first:last].sum(dtype="int64"))
+    if not data.train_data_paths and held <= longest > 0:
+        text = f"split: the {name} split has {held:,} tokens in {last - first:,} documents, too few"
+        yield True, f"{text} for eval_lengths up to {longest:,}; give it a larger weight"
 
 
 def _missing_files(data: DataConfig) -> Iterator[str]:

@@ -191,7 +191,9 @@ def test_a_branch_of_a_run_goes_on_with_its_data_and_a_stopped_one_resumes(finis
     assert f"write `load: {save}` to continue" in text
     gone = ["-o", f"load={run / 'global_step4'}", "-o", f"save={tmp_path / 'other'}"]
     text = call("train.py", config, *gone, code=1)
-    assert f"load: {run / 'global_step4'} holds no checkpoint" in text and "leave `load` out" in text
+    assert (
+        f"load: {run / 'global_step4'} holds no checkpoint" in text and "leave `load` out" in text
+    )
 
 
 def test_another_layout_or_other_data_is_refused_with_a_way_out(finished, tmp_path, prefix):

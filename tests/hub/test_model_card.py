@@ -47,13 +47,14 @@ def test_the_card_has_what_the_run_knows(run, exported):
     head = yaml.safe_load(text.split("---")[1])
     assert head["license"] == "apache-2.0" and head["library_name"] == "transformers"
     count = sum(weight.numel() for weight in run.model.parameters())
-    flat = run.config.to_flat_dict()
+    trained = yaml.safe_load((FIXTURES / "checkpoint" / "config.yml").read_text())
     for part in (
         f"{count:,} parameters: ",
         "**kerple_log**: KERPLE's logarithmic distance kernel, b_h(d) = -p log(1 + a d)",
         f"Trained with texts of {run.config.model.seq_length} tokens. It reads any length.",
-        f"- data_path: {flat['data_path']}",
-        f"- steps: {flat['train_iters']} of {flat['train_batch_size']} texts",
+        f"- data_path: {trained['data_path']}",
+        f"- steps: {trained['train_iters']} of {trained['train_batch_size']} texts",
+        f"- optimizer: {{'type': 'adam', 'params': {{'lr': {trained['optimizer']['params']['lr']},",
         "| length | perplexity |\n|---|---|\n| 16 | 5.5 |\n| 32 | 5.25 |",
         "- It uses 12 tokens.",
     ):

@@ -29,7 +29,7 @@ LAUNCHERS = ("python", "torchrun", "deepspeed", "sbatch", "srun", "mpirun")
 COMMAND = re.compile(rf"(?:\w+=\S+ )*(?:{'|'.join(LAUNCHERS)}|pip|docker|kerple) |[a-z_/]+\.py \S")
 FOREIGN = {
     *("apt-get", "cd", "cp", "done", "for", "git", "make", "mkdocs", "npm", "source"),
-    *("mkdir", "paste", "tar", "tensorboard", "wandb"),
+    *("mkdir", "paste", "scancel", "tail", "tar", "tensorboard", "wandb"),
 }
 OWN_CONFIGS = re.compile(
     r"(runs|RUN|gpt-neox|kerple_configs)/|\$|[A-Z]+(\.yml)?$|(.*/)?(a|b|my\w*)\.yml$|\.\.\.$"
@@ -114,7 +114,7 @@ def _check(found: list[str], config: pytest.Config) -> None:
         _check([started, *rest[at + 1 :]], config)
     elif program == "kerple":
         name = rest[0].replace("-", "_")
-        if rest[0] not in ("NAME", "--help"):
+        if rest[0] not in ("NAME", "--help", "path"):
             _check([{"prepare": "prepare_data"}.get(name, name) + ".py", *rest[1:]], config)
     elif program == "pip":
         _pip(rest)

@@ -95,6 +95,19 @@ def test_the_text_has_its_epochs_and_checkpoints_their_size(tmp_path):
     assert not (tmp_path / "runs").exists()
 
 
+def test_held_out_text_that_is_shorter_than_the_longest_evaluation_is_named(tmp_path):
+    given = {"train_iters": 2, "train_batch_size": 8, "split": "90,10"}
+    config = write_config(tmp_path / "c.yml", write_shards(tmp_path), **given)
+    held = int(ShardReader(tmp_path / "text_document").sizes[54:].sum())
+    assert problems(config, eval_lengths=[16, held - 1]) == []
+    assert problems(config, eval_lengths=[16, held]) == [
+        f"split: the valid split has {held:,} tokens in 6 documents, too few for eval_lengths up "
+        f"to {held:,}; give it a larger weight"
+    ]
+    none = problems(config, eval_lengths=[16], split="999,1", eval_split="valid")
+    assert none[0].startswith("split: the valid split has 0 tokens in 0 documents, too few")
+
+
 def test_a_small_disk_and_folders_that_cannot_be_written_are_named(tmp_path):
     found = problems("recipes/own_160M.yml", save_interval=100, keep_last_n_checkpoints="null")
     assert found[-1] == (

@@ -73,8 +73,17 @@ def start(
     )  # fmt: skip
 
 
-def test_every_node_gets_one_torchrun_with_one_rendezvous(tmp_path, repo_root):
+def make_checkout(folder: Path) -> None:
+    """Write the file by which the script knows a checkout."""
+    (folder / "megatron").mkdir()
+    (folder / "megatron" / "shipped.py").touch()
+
+
+@pytest.mark.parametrize("checkout", [True, False])
+def test_every_node_gets_one_torchrun_with_one_rendezvous(tmp_path, repo_root, checkout):
     files = ("a.yml", "b c.yml", "-o", "train_iters=5")
+    if checkout:
+        make_checkout(tmp_path)
     job = start(tmp_path, repo_root, RECORDING_SRUN, *files, SLURM_RESTART_COUNT="2")
     output, _ = job.communicate(timeout=200)
     assert job.returncode == 0, output
@@ -88,7 +97,7 @@ def test_every_node_gets_one_torchrun_with_one_rendezvous(tmp_path, repo_root):
         "--rdzv-id=4242-2",
         "--max-restarts=0",
         "--signals-to-handle=SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1",
-        "train.py",
+        *(["train.py"] if checkout else ["--no-python", "kerple", "train"]),
         *files,
     ]
     assert not (tmp_path / "scontrol").exists()
@@ -97,6 +106,7 @@ def test_every_node_gets_one_torchrun_with_one_rendezvous(tmp_path, repo_root):
 def test_before_the_time_limit_every_process_saves_and_then_the_job_is_requeued(
     tmp_path, repo_root
 ):
+    make_checkout(tmp_path)
     (tmp_path / "train.py").write_text(TRAIN)
     here = {"STUB_HOSTS": "localhost", "PROCS_PER_NODE": "2"}
     job = start(tmp_path, repo_root, RUNNING_SRUN, "a.yml", "-o", "x=1", **here)

@@ -151,7 +151,7 @@ def _decide(
             )
         if not continues:
             raise CheckpointError(
-                f"load: {load} holds no checkpoint, and only the folder `save` may start empty; name "
+                f"load: {load} holds no checkpoint, and only the folder `save` may be empty; name "
                 "a run folder or its global_stepN, or leave `load` out to start from step 0"
             )
         return Start(fresh, f"starting fresh: {load} holds no checkpoint")
