@@ -22,7 +22,7 @@ from megatron.config import Config
 from megatron.engine.checkpoint.publish import remove_unfinished
 from megatron.engine.checkpoint.record import TrainingProgress
 from megatron.engine.checkpoint.resume import Start
-from megatron.engine.checkpoint.saved_checkpoints import Kind, Saved, finished
+from megatron.engine.checkpoint.saved_checkpoints import Saved, finished
 from megatron.engine.errors import CheckpointError
 from megatron.engine.job.agreement import seen_by_all
 from megatron.engine.job.lease import leases
@@ -151,7 +151,7 @@ def _decide(
     if c.finetune:
         text = f"starting at step 0 from the weights of {loaded.path} (finetune)"
         return Start(fresh, text, loaded)
-    if trains and loaded.kind is Kind.OURS:
+    if trains and loaded.kind == "ours":
         text = f"resuming from {loaded.path}{_other_batch(config, loaded)}"
         return Start(fresh, text, loaded, resumes=True)
     return _from_weights(config, loaded, train_samples)
