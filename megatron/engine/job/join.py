@@ -43,14 +43,13 @@ def joined_job(parallel: ParallelConfig, *, verbose: bool = False) -> Iterator[G
     """
     # After an error in a job of several processes, the process groups stay open, and the caller
     # must end the process.
-    watch, failed = (
-        failure.Watch(parallel.heartbeat_timeout, preemption.current.exchange),
-        is_member(),
-    )
+    watch = failure.Watch(parallel.heartbeat_timeout, preemption.current.exchange)
+    several = failed = is_member()
     try:
         groups = join_job(backend=parallel.distributed_backend, verbose=verbose)
         yield groups
-        groups.barrier()
+        if several:
+            groups.barrier()
         failed = False
     finally:
         if not failed:
