@@ -21,7 +21,6 @@ from megatron.engine.errors import CheckpointError
 from megatron.engine.neox import layout
 from megatron.engine.neox import read as neox
 from megatron.engine.neox.buffers import wrong_buffers
-from megatron.engine.neox.shape import Shape
 from megatron.engine.safe_load import safe_load
 from megatron.model import GPT, BlockShape, GPTShape, Plan
 from megatron.positional import load, within_bounds
@@ -113,7 +112,7 @@ def test_merging_the_shards_gives_the_tensor_back(parts, geglu, summed):
         "final_linear.weight": (16, 8),
     }.items():
         whole = torch.randn(size, generator=generator)
-        how = Shape(1, geglu=geglu, summed_biases=summed, row_output=True).rule(name)
+        how = neox.Shape(1, geglu=geglu, summed_biases=summed, row_output=True).rule(name)
         pieces = layout.split(whole, how, parts)
         assert len(pieces) == parts and torch.equal(layout.merge(pieces, how), whole), name
 
