@@ -8,7 +8,6 @@ from argparse import ArgumentParser, Namespace
 from functools import partial
 
 from megatron import entry, launcher, preemption
-from megatron.config import ConfigError
 from megatron.config.command_line import config_parser, load_for, load_or_exit
 from megatron.config.describe import describe
 
@@ -78,7 +77,7 @@ def _add_plan_arguments(parser: ArgumentParser) -> None:
     )
     network = "Gbit/s between machines, for a whole machine; default: by --gpu"
     plan.add_argument("--network-gbps", metavar="X", type=entry.number(float, 1.0), help=network)
-    search = "also list the fastest layouts that fit (a minute or two)"
+    search = "list the fastest layouts that fit, even if this one fits (a minute or two)"
     plan.add_argument("--search", action="store_true", help=search)
     price = entry.number(float, 0.0)
     plan.add_argument("--price", metavar="X", type=price, help="of a GPU hour")
@@ -103,17 +102,12 @@ def _check(args: Namespace) -> int:
 def _plan(args: Namespace) -> int:
     """Print the plan of the run without starting the run or reading data, and return 0."""
     load = partial(load_for, args.gpus or launcher.world_size(), args)
-    from megatron.attention import AttentionError
-    from megatron.engine.errors import StartError
+    from megatron.engine.job.error_messages import user_errors
     from megatron.plan.plan_text import plan_text
 
-    try:
-        given = args.gpu, args.mfu, args.price, args.gpus_per_node, args.network_gbps, args.search
+    given = args.gpu, args.mfu, args.price, args.gpus_per_node, args.network_gbps, args.search
+    with user_errors():
         print(plan_text(load, *given))
-    except ConfigError as error:
-        entry.refuse(str(error), 2)
-    except (StartError, AttentionError) as error:
-        entry.refuse(f"error: {error}", 1)
     return 0
 
 
@@ -121,15 +115,12 @@ def _rehearse(args: Namespace) -> int:
     """Rehearse the run with a small model on this machine's processors, and return 0."""
     os.environ.update(CUDA_VISIBLE_DEVICES="", OMP_NUM_THREADS="1")
     load = partial(load_for, args.gpus or launcher.world_size(), args)
+    from megatron.engine.job.error_messages import user_errors
     from megatron.pretraining.run import train
-    from megatron.rehearsal.rehearse import RehearsalError, rehearse
+    from megatron.rehearsal.rehearse import rehearse
 
-    try:
+    with user_errors():
         print(rehearse(load, train))
-    except ConfigError as error:
-        entry.refuse(str(error), 2)
-    except RehearsalError as error:
-        entry.refuse(f"error: {error}", 1)
     return 0
 
 

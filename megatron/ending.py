@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable
-from typing import NoReturn, Protocol
+from typing import NoReturn
 
 GIVE_BACK: list[Callable[[], None]] = []
 """Functions that release what other processes wait for, such as the lease of a run folder."""
@@ -13,24 +13,11 @@ LONGEST = 5.0
 """The most seconds that `end_now` waits for the functions in `GIVE_BACK`."""
 
 
-class EndJob(Protocol):
-    """A function that ends all processes of a job with an error message.
+END_JOB: list[Callable[..., NoReturn]] = []
+"""The function that ends all processes of the job, with the arguments of `end_job_of_this_process`.
 
-    Args:
-        code: The exit code of this process.
-        ends_all: Whether the other processes end with `code` too; otherwise they end with 1.
-    """
-
-    def __call__(self, text: str, *, code: int, ends_all: bool = False) -> NoReturn: ...
-
-
-_end_job: list[EndJob] = []
-
-
-def register(end_job: EndJob) -> None:
-    """Set the function that ends all processes of the job."""
-    # `end_job_of_this_process` calls it, and `engine.job.failure` registers it.
-    _end_job[:] = [end_job]
+`engine.job.failure` enters it.
+"""
 
 
 def end_job_of_this_process(text: str, *, code: int, ends_all: bool = False) -> None:
@@ -42,8 +29,8 @@ def end_job_of_this_process(text: str, *, code: int, ends_all: bool = False) -> 
         ends_all: Whether the other processes also end with this exit code. If not, they end with 1.
     """
     # A job is several processes that a launcher such as torchrun started together.
-    if _end_job and is_member():
-        _end_job[0](text, code=code, ends_all=ends_all)
+    if END_JOB and is_member():
+        END_JOB[0](text, code=code, ends_all=ends_all)
 
 
 def is_member() -> bool:

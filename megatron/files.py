@@ -46,8 +46,7 @@ def naming(path: Path) -> Iterator[None]:
 
 def write_text(path: Path, text: str) -> None:
     """Atomically replace the content of the file `path` with `text`, encoded as UTF-8."""
-    with replacing(path) as temporary:
-        temporary.write_text(text, encoding="utf-8")
+    write_bytes(path, text.encode())
 
 
 def write_bytes(path: Path, content: bytes) -> None:

@@ -22,14 +22,9 @@ class Numerics:
 
     Attributes:
         published: Whether values are rounded where the released KERPLE code rounds them.
-        counts_empty_step: Whether Adam's bias correction counts an extra first step without
-            gradients.
     """
 
-    # DeepSpeed takes this step with zero gradients at the start of 16-bit training without ZeRO.
-
     published = False
-    counts_empty_step = False
 
     @property
     def projects_master(self) -> bool:
@@ -62,7 +57,6 @@ class PublishedNumerics(Numerics):
 
     dtype: torch.dtype
     published = True
-    counts_empty_step = True
 
     @property
     def projects_master(self) -> bool:

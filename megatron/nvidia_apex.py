@@ -28,16 +28,11 @@ def find(module: str, name: str, extension: str) -> tuple[Any, str]:
     if not torch.cuda.is_available():
         return None, "there is no GPU"
     try:
-        importlib.import_module("apex")
-    except ModuleNotFoundError as error:
-        if error.name == "apex":
-            return None, "apex is not installed"
-    except Exception:  # another package of this name: its import may fail in any way
-        pass
-    try:
         found = importlib.import_module("apex.optimizers").FusedAdam
         found = getattr(importlib.import_module(module), name)
-    except Exception:
+    except Exception as error:  # the import of another package of this name may fail in any way
+        if isinstance(error, ModuleNotFoundError) and error.name == "apex":
+            return None, "apex is not installed"
         return None, "the installed package `apex` is not NVIDIA's"
     try:
         importlib.import_module(extension)

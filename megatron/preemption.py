@@ -64,9 +64,11 @@ class Preemption:
 
     Attributes:
         decided: An event that is set when this rank knows where all ranks end the job.
+        why: The reason to end the job early; "" without one.
+        left: Whether the job has ended early.
     """
 
-    # The place is an optimizer step or an evaluation batch.
+    # The place is an optimizer step or an evaluation batch. Without `listen`, no signal is handled.
 
     def __init__(self, exit_code: int = 0, minutes: float | None = None):
         self.exit_code, self._minutes = exit_code, minutes
@@ -111,7 +113,10 @@ class Preemption:
                 self.decided.set()
 
     def due(self) -> bool:
-        """Return whether all ranks end the job here. Every rank must call this."""
+        """Return whether all ranks end the job at this safe point. Every rank must call this.
+
+        Safe points are after an optimizer step and between two batches of an evaluation.
+        """
         if self._minutes is not None and time.monotonic() - self._begin > 60 * self._minutes:
             self.ask(f"exit_duration_in_mins {self._minutes:g}")
         with self._lock:
@@ -155,6 +160,15 @@ class Preemption:
                 _say(f"{self.why}: leaving after this step")
         return True
 
+    def finish(self) -> int:
+        """Ignore the handled signals from now on, and return the exit code of this process."""
+        # Python resets its signal handlers while it exits. A signal would then end the process with
+        # a wrong exit code, although everything is saved.
+        for number in SIGNALS:
+            if signal.getsignal(number) is _nothing:
+                signal.signal(number, signal.SIG_IGN)
+        return self.exit_code if self.left else 0
+
     def _read(self, reader: int) -> None:
         while True:
             number = os.read(reader, 1)[0]
@@ -168,21 +182,23 @@ class Preemption:
             _say(f"{name} for the {IMPATIENT}rd time: ending at once, nothing more is saved")
             ending.end_now(INTERRUPTED)
         if not self._trains:
-            self._end_at_once(f"{name} before the first step: there is nothing to save")
-        _outlive_launcher()
+            text = f"{name} before the first step: there is nothing to save"
+            ending.end_job_of_this_process(text, code=self.exit_code, ends_all=True)
+            _say(text)
+            ending.end_now(self.exit_code)
+        # This process may continue to its last safe point even if its launcher ends, unless the
+        # launcher holds the key-value store, through which several ranks agree on a safe point.
+        if _ranks() == 1 or not launcher.launcher_has_store():
+            launcher.outlive_launcher()
         if self.why and os.environ.get("RANK", "0") == "0":
             _say(f"{name}: leaving already, a checkpoint is written first")
         elif _ranks() == 1:  # several ranks say so when all have agreed; a dead one never does
             _say(f"{name}: leaving after this step")
         self.ask(name)
 
-    def _end_at_once(self, text: str) -> None:
-        ending.end_job_of_this_process(text, code=self.exit_code, ends_all=True)
-        _say(text)
-        ending.end_now(self.exit_code)
 
-
-_current: Preemption | None = None
+current = Preemption()
+"""The object of this process. `listen` replaces it."""
 
 
 def listen(exit_code: int, minutes: float | None) -> None:
@@ -193,24 +209,9 @@ def listen(exit_code: int, minutes: float | None) -> None:
         minutes: The number of minutes from now after which the job ends early even without a
             signal. None sets no limit.
     """
-    global _current
-    _current = Preemption(exit_code, minutes)
-    _current.listen()
-
-
-def begin() -> None:
-    """Declare that training starts."""
-    # See `Preemption.begin`.
-    if _current:
-        _current.begin()
-
-
-def due() -> bool:
-    """Return whether all ranks end the job at this safe point. Every rank must call this.
-
-    Safe points are after an optimizer step and between two batches of an evaluation.
-    """
-    return _current is not None and _current.due()
+    global current
+    current = Preemption(exit_code, minutes)
+    current.listen()
 
 
 def safe_point() -> None:
@@ -218,46 +219,8 @@ def safe_point() -> None:
 
     Every rank must call this, after an optimizer step or between two batches of an evaluation.
     """
-    if due():
+    if current.due():
         raise Leave
-
-
-def exchange(store: Any) -> bool:
-    """Agree with the other ranks on where to end the job early.
-
-    Args:
-        store: The job's key-value store.
-
-    Returns:
-        Whether the next call should follow soon.
-    """
-    # See `Preemption.exchange`.
-    return _current is not None and _current.exchange(store)
-
-
-def reason() -> str:
-    """Return why the job has ended early, or "" if it has not."""
-    return _current.why if _current and _current.left else ""
-
-
-def finish() -> int:
-    """Ignore signals from now on, and return the exit code of this process."""
-    # Python resets its signal handlers while it exits. A signal would then end the process with a
-    # wrong exit code, although everything is saved.
-    if not _current:
-        return 0
-    for number in SIGNALS:
-        signal.signal(number, signal.SIG_IGN)
-    return _current.exit_code if _current.left else 0
-
-
-def _outlive_launcher() -> None:
-    """Let this process continue to its last safe point, even if its launcher has ended."""
-    # Nothing is done if the job has several ranks and its launcher holds the job's key-value store.
-    # Then the store ends together with the launcher, and without the store the ranks cannot agree
-    # on a safe point.
-    if _ranks() == 1 or not launcher.launcher_has_store():
-        launcher.outlive_launcher()
 
 
 def _ranks() -> int:

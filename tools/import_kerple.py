@@ -17,7 +17,7 @@ from pathlib import Path
 from megatron import entry
 from megatron.config.reader import read_file
 from megatron.engine.checkpoint.exchange import import_checkpoint
-from megatron.engine.checkpoint.saved_checkpoints import Kind, newest
+from megatron.engine.checkpoint.saved_checkpoints import newest
 from megatron.engine.errors import CheckpointError
 from megatron.run_folder import is_published
 
@@ -60,7 +60,7 @@ def _checkpoint_in(folder: Path) -> Path:
     if is_published(folder):
         return folder
     saved = newest(folder)
-    if saved is None or saved.kind is not Kind.PUBLISHED:
+    if saved is None or saved.kind != "published":
         raise CheckpointError(
             f"{folder} holds no published checkpoint: no `latest` that names a folder with files "
             "layer_00-model_00-model_states.pt, ..."

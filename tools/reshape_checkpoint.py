@@ -18,7 +18,7 @@ import torch
 
 from megatron.engine.checkpoint import relayout
 from megatron.engine.checkpoint.publish import new_folder
-from megatron.engine.checkpoint.saved_checkpoints import Kind, Saved, require_newest
+from megatron.engine.checkpoint.saved_checkpoints import Saved, require_newest
 from megatron.engine.errors import CheckpointError
 from megatron.parallel.groups import build_groups
 
@@ -40,7 +40,7 @@ def reshape(run: Path, out: Path, tag: str | None, workers: int) -> Path:
     if not saved.path.is_dir():
         raise CheckpointError(f"{run} holds no checkpoint {tag}")
     saved.require_intact(build_groups(torch.device("cpu")))
-    if saved.kind is not Kind.OURS:
+    if saved.kind != "ours":
         raise CheckpointError(f"{saved.path} cannot be converted: it holds no optimizer state")
     layout = saved.record.layout
     why = relayout.why_not_resumed(layout, layout | {"model_parallel_size": 1})  # written unsharded

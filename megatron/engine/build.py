@@ -5,6 +5,7 @@ reads the values from the config, so that those packages need not import `megatr
 """
 
 from collections.abc import Iterator, Mapping, Sequence
+from functools import cache, partial
 from typing import Any
 
 from megatron.attention import AttentionFn, cache_launches, choose
@@ -203,15 +204,10 @@ def plan_of(
         documents = Documents(eod, m.reset_position_ids)
     elif m.random_positions:
         documents = Documents(None, drawn_from=m.random_positions)
-    attends: dict[Any, AttentionFn] = {}
+    attends = cache(partial(attention_of, config, device_type=device_type, training=training))
     layers = []
     for (layer_pos, columns), window in zip(parts, windows, strict=True):
-        masked = window is not None or m.reset_attention_mask
-        if (layer_pos, masked) not in attends:
-            attends[layer_pos, masked] = attention_of(
-                config, layer_pos, device_type, training=training, masked=masked
-            )
-        attend = attends[layer_pos, masked]
+        attend = attends(layer_pos, masked=window is not None or m.reset_attention_mask)
         layers.append(LayerAttention(layer_pos, attend, columns, window))
     return Plan(
         shape=shape_of(config, vocab_size),

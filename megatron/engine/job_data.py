@@ -119,18 +119,12 @@ class JobData:
             name: The split, `valid` or `test`.
             iteration: The number of optimizer steps that the run has taken.
         """
-        dataset = self._dataset(name, self.wanted[name])
-        if dataset is None:
-            return None
-        loader = self._loader(dataset, 0)
-        # A resumed GPT-NeoX run counts micro-batches as steps, so its batches may begin later.
-        loader.consumed_samples = published_start(
-            loader,
-            name,
-            iteration,
-            eval_interval=self.config.training.eval_interval,
-            eval_iters=self.config.training.eval_iters,
-        )
+        loader, t = self.held_out(name, evaluations_before=0), self.config.training
+        if loader is not None:
+            # A resumed GPT-NeoX run counts micro-batches as steps, so its batches may begin later.
+            loader.consumed_samples = published_start(
+                loader, name, iteration, eval_interval=t.eval_interval, eval_iters=t.eval_iters
+            )
         return loader
 
     def _dataset(self, name: str, index_samples: int, least: int = 0) -> Samples | None:

@@ -31,18 +31,17 @@ def shape_of(config: Config, vocab_size: int) -> GPTShape:
     """Return the shape of the config's model for a tokenizer with `vocab_size` tokens."""
     m = config.model
     assert m.max_position_embeddings is not None  # derived when the config is loaded
-    eps = {
-        "layernorm": m.layernorm_epsilon,
-        "rmsnorm": m.rms_norm_epsilon,
-        "scalenorm": m.scalenorm_epsilon,
+    eps, fused = {
+        "layernorm": (m.layernorm_epsilon, m.layernorm_fusion),
+        "rmsnorm": (m.rms_norm_epsilon, m.rmsnorm_fusion),
+        "scalenorm": (m.scalenorm_epsilon, False),
     }[m.norm]
     block = BlockShape(
         hidden_size=m.hidden_size,
         num_heads=m.num_attention_heads,
         norm=m.norm,
         norm_eps=eps,
-        fused_norm=(m.norm == "layernorm" and m.layernorm_fusion)
-        or (m.norm == "rmsnorm" and m.rmsnorm_fusion),
+        fused_norm=fused,
         gpt_j_residual=m.gpt_j_residual,
         gpt_j_tied=m.gpt_j_tied,
         output_norms=m.output_norms,

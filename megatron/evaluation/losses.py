@@ -75,7 +75,7 @@ def losses_of_sequences(
     return losses / max(1e-9, float((sequences[:, :-1] != uncounted_after).mean()))
 
 
-@never_compiled
+@never_compiled()
 @torch.no_grad()
 def scores_of_sequences(
     loss_fn: LossFn,

@@ -9,7 +9,7 @@ from pathlib import Path
 from megatron.config import Config
 from megatron.data.errors import DataError
 from megatron.data.tokenizers.base import Tokenizer
-from megatron.engine.checkpoint.saved_checkpoints import Kind, Saved
+from megatron.engine.checkpoint.saved_checkpoints import Saved
 from megatron.engine.job.job_or_alone import job_or_alone
 from megatron.engine.open_run import OpenRun, open_run
 from megatron.generation.loop import Speed, continue_texts
@@ -155,7 +155,7 @@ def _origin(saved: Saved, groups: Groups) -> str:
     The layout is left out if this project did not write the checkpoint.
     """
     line = f"generating with {saved.path} on {groups.world_size} {groups.device.type}"
-    if saved.kind is not Kind.OURS:
+    if saved.kind != "ours":
         return line
     layout = saved.record.layout
     stages, tensor = layout["pipe_parallel_size"], layout["model_parallel_size"]

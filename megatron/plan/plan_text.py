@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from functools import partial
-from itertools import islice
 
 import torch
 
-from megatron.config import Config, ConfigError
+from megatron.config import Config
 from megatron.data.errors import TokenizerError
 from megatron.engine.build import describe_attention, plan_of, tokenizer_of
 from megatron.engine.errors import StartError
@@ -16,15 +15,13 @@ from megatron.engine.gpus import gpu_named
 from megatron.engine.training.speed import flops_per_token, mean_keys
 from megatron.model import GPT
 from megatron.plan.memory import GIB, peak_of
-from megatron.plan.search import NOTHING_FITS, best_layouts
+from megatron.plan.search import best_layouts
 from megatron.plan.step_time import CALIBRATED, Cluster, StepTime, sent_per_step, step_time
 
 USABLE = 0.9
 """The part of a GPU's memory that tensors may fill. CUDA, NCCL, error correction and unused pieces
 between tensors take the rest."""
 GPT2_VOCABULARY = 50257
-MOST_FITS = 3
-"""How many settings that fit are named."""
 
 
 def plan_text(
@@ -45,7 +42,7 @@ def plan_text(
             most 1, or None to estimate the time from the layout.
         price: The price of one hour of one GPU, or None.
         per_node, network: The GPUs of a machine and its network in Gbit/s (None: by `gpus.GPUS`).
-        search: Whether to list the fastest layouts that fit.
+        search: Whether to list the fastest layouts that fit, even if this one fits.
 
     Raises:
         StartError: The GPU is unknown, or cannot compute in the config's precision.
@@ -70,9 +67,6 @@ def plan_text(
     lines += _table(memory)
     fits = "fits" if total <= usable else "does not fit"
     lines += [f"  {'in all':<16}{total / GIB:8.2f}: {fits} into {USABLE:.0%} of {gpu.memory:g}"]
-    if total > usable:
-        found = islice(_fitting(config, load, usable, vocab_size), MOST_FITS)
-        lines += ["what fits:", *([*found] or [NOTHING_FITS])]
     if sent := _table(sent_per_step(config, step)):
         lines += ["what this rank sends in a step, in GiB", *sent]
     peak, keys = gpu.rate32 if precision == "fp32" else gpu.rate16, mean_keys(config)
@@ -80,9 +74,8 @@ def plan_text(
     time = step_time(config, step, plan.shape, keys, cluster)
     flop = flops_per_token(plan.shape, keys)
     lines += _time_lines(config, flop, peak, efficiency, time, price)
-    lines += _crosses_machines(config, per_node)
-    lines += _assumptions(config)
-    if search:
+    lines += _remarks(config, per_node)
+    if search or total > usable:
         lines += ["the fastest layouts that fit, with the same train_batch_size"]
         lines += best_layouts(load, plan.shape, keys, cluster, usable, vocab_size)
     return "\n".join(lines)
@@ -97,22 +90,18 @@ def _vocabulary(config: Config) -> tuple[int, list[str]]:
         return GPT2_VOCABULARY, [note]
 
 
-def _assumptions(config: Config) -> list[str]:
-    found = []
+def _remarks(config: Config, per_node: int) -> list[str]:
+    """Return a warning about the layout, and what the plan assumes."""
+    p, found = config.parallel, []
+    if p.world_size > per_node and per_node % p.model_parallel_size:
+        crosses = f"tensor parallelism of {p.model_parallel_size} crosses machines of {per_node}"
+        divides = f"write a model_parallel_size that divides {per_node}"
+        found += [f"warning: {crosses} GPUs, and each block waits for the network; {divides}"]
     if config.training.curriculum:
         found += ["a step's time is the mean over the lengths of the curriculum"]
     if config.model.reset_attention_mask:
         found += ["each sequence counts as one document; shorter documents take less time"]
     return found
-
-
-def _crosses_machines(config: Config, per_node: int) -> list[str]:
-    p = config.parallel
-    if p.world_size <= per_node or per_node % p.model_parallel_size == 0:
-        return []
-    crosses = f"tensor parallelism of {p.model_parallel_size} crosses machines of {per_node} GPUs"
-    divides = f"write a model_parallel_size that divides {per_node}"
-    return [f"warning: {crosses}, and each block waits for the network; {divides}"]
 
 
 def _table(values: dict[str, float]) -> list[str]:
@@ -154,47 +143,3 @@ def _time_lines(
     yield f"{steps:,} steps take {hours:,.1f} hours, {gpus * hours:,.0f} GPU hours"
     if price is not None:
         yield f"which cost {gpus * hours * price:,.0f} at {price:g} for a GPU hour"
-
-
-def _fitting(
-    config: Config, load: Callable[..., Config], usable: float, vocab_size: int
-) -> Iterator[str]:
-    """Yield a line for each set of config overrides with which the run fits on the GPU.
-
-    A line has the overrides and the memory that the run then needs. The fastest overrides come
-    first. The value of `train_batch_size` stays the same.
-
-    Args:
-        load: A function from overrides to the changed config.
-        usable: The bytes of a GPU's memory that the run may use.
-    """
-    size = config.batch.train_batch_size
-    batch = [f"train_batch_size={size}", "gradient_accumulation_steps=null"]
-    for overrides in _candidates(config):
-        for given in (overrides, [*overrides, *batch]):
-            try:
-                changed = load(*given)
-            except ConfigError:  # the layout does not divide the model or the batch
-                continue
-            if changed.batch.train_batch_size == size:
-                total = sum(peak_of(changed, vocab_size)[1].values())
-                if total <= usable:
-                    yield f"  -o {' -o '.join(given)}: {total / GIB:.1f} GiB"
-                break
-
-
-def _candidates(config: Config) -> Iterator[list[str]]:
-    """Yield overrides that need less memory: first small changes, then other parallel layouts."""
-    p, micro = config.parallel, config.batch.train_micro_batch_size_per_gpu
-    less = [] if config.model.checkpoint_activations else ["checkpoint_activations=true"]
-    if less:
-        yield less
-    for size in sorted({micro // 2, 1} - {0, micro}, reverse=True):
-        yield [*less, f"train_micro_batch_size_per_gpu={size}"]
-    less = [*less, *["train_micro_batch_size_per_gpu=1"] * (micro > 1)]
-    if p.pipe_parallel_size == 1:
-        yield from ([f"zero_optimization.stage={x}", *less] for x in range(p.zero_stage + 1, 4))
-    for tensor, stages in ((2, 1), (4, 1), (8, 1), (2, 4), (4, 4), (8, 2), (8, 4), (8, 8)):
-        if tensor * stages > p.model_parallel_size * p.pipe_parallel_size:
-            layout = [f"model_parallel_size={tensor}", f"pipe_parallel_size={stages}"]
-            yield [*layout, *["zero_optimization.stage=1"] * (stages > 1), *less]

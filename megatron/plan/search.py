@@ -7,8 +7,9 @@ formulas. The fastest that may fit are then planned exactly, one after the other
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from itertools import islice, product
+from itertools import product
 from math import ceil
+from operator import itemgetter
 
 from megatron.config import Config, ConfigError
 from megatron.config.mlp_width import GATED
@@ -31,9 +32,6 @@ NOTHING_FITS = "  nothing that was tried; use more GPUs, or GPUs with more memor
 GAP = 1.15
 """A sketch that needs more than this part of the usable memory is not planned exactly."""
 
-Found = tuple[float, StepTime, Config, list[str]]
-"""Bytes of the fullest rank, the time of a step, the config, and its overrides."""
-
 
 def best_layouts(
     load: Callable[..., Config],
@@ -51,17 +49,15 @@ def best_layouts(
         usable: The bytes of a GPU's memory that the run may use.
         vocab_size: The size of the tokenizer's vocabulary, before padding.
     """
-    sketches: list[Found] = []
+    sketches: list[tuple[float, Config, list[str]]] = []
     for overrides, config in _candidates(load, cluster):
         step = sketched(config, shape)
         needs = max(sum(each.values()) for each in moments(config, step, "cuda"))
         if needs <= GAP * usable:
             time = step_time(config, step, shape, keys, cluster)
-            sketches.append((needs, time, config, overrides))
-    exact: list[Found] = []
-    for _, _, config, overrides in islice(
-        sorted(sketches, key=lambda each: each[1].total), MOST_PLANNED
-    ):
+            sketches.append((time.total, config, overrides))
+    exact: list[tuple[float, StepTime, Config, list[str]]] = []
+    for _, config, overrides in sorted(sketches, key=itemgetter(0))[:MOST_PLANNED]:
         step, memory = peak_of(config, vocab_size)
         if (needs := sum(memory.values())) <= usable:
             time = step_time(config, step, shape, keys, cluster)

@@ -18,7 +18,7 @@ from megatron.config.sections.model import ModelConfig
 from megatron.engine.build import plan_of, positional_of
 from megatron.engine.checkpoint.load_weights import load_weights
 from megatron.engine.checkpoint.resume import Start
-from megatron.engine.checkpoint.saved_checkpoints import Kind, Saved
+from megatron.engine.checkpoint.saved_checkpoints import Saved
 from megatron.engine.errors import CheckpointError
 from megatron.engine.job_data import JobData
 from megatron.engine.local_model import Model, count_parameters
@@ -204,7 +204,7 @@ def retrofit_of(config: Config, start: Start, new: PositionalEmbedding) -> Retro
 def _source(config: Config, saved: Saved) -> Config:
     """Return `config` with the positional settings that the checkpoint records, if any."""
     recorded = {}
-    if saved.kind is not Kind.PUBLISHED:
+    if saved.kind != "published":
         known = saved.record.config | saved.record.model
         recorded = {_RECORDED.get(key, key): value for key, value in known.items()}
     if not recorded and (files := sorted((saved.path / "configs").glob("*.yml"))):  # gpt-neox's

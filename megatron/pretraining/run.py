@@ -86,7 +86,7 @@ def train(config: Config, *, verbose: bool = False, allow_fallback: bool = False
             require_writable(Path(save))
             confirm = stack.enter_context(sole_writer(Path(save)))
         Job(config, groups, allow_fallback=allow_fallback, confirm=confirm).run()
-    return preemption.finish()
+    return preemption.current.finish()
 
 
 class Job:
@@ -170,8 +170,8 @@ class Job:
                         self._train(log)
                 if self.progress.step >= c.training.train_iters:
                     self._evaluate(log)  # only a finished run; one that left early is not
-            if why := preemption.reason():
-                log.line(f"{why}: left after step {self.progress.step}; {how_to_go_on(c)}")
+            if (end := preemption.current).left:
+                log.line(f"{end.why}: left after step {self.progress.step}; {how_to_go_on(c)}")
 
     def _write_config(self, log: RunLog) -> None:
         """Write the config and the record of this start into the run folder."""
@@ -208,7 +208,7 @@ class Job:
 
     def _train_on(self, loader: TrainLoader, saver: Saver | None, log: RunLog) -> None:
         c, engine, groups, start = self.config, self.engine, self.groups, self.progress
-        preemption.begin()
+        preemption.current.begin()
         speed = speed_of(c, self.model.shape, groups, self.data.document_lengths())
         steps = c.checkpoint.retrofit_anneal
         hooks: list[Hook] = [

@@ -10,6 +10,7 @@ costs half the time.) Two more functions are replaced:
   exchange is one event.
 """
 
+import inspect
 import re
 import sys
 import threading
@@ -26,15 +27,13 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 ROOT = Path(__file__).parents[2]
-OPERATIONS = (
-    "allreduce", "allreduce_coalesced", "reduce", "broadcast", "gather", "scatter", "barrier",
-    "allgather", "allgather_coalesced", "_allgather_base", "allgather_into_tensor_coalesced",
-    "reduce_scatter", "_reduce_scatter_base", "reduce_scatter_tensor_coalesced",
-    "alltoall", "alltoall_base", "send", "recv",
-    "all_gather_single", "all_gather_single_coalesced", "all_to_all_single",
-    "reduce_scatter_single", "reduce_scatter_single_coalesced",
-)  # fmt: skip
-"""The methods of a process group that communicate; the last five are new in torch 2.13."""
+OTHERS = {"recv_anysource", "_end_coalescing"}
+OPERATIONS = [
+    name
+    for name, method in inspect.getmembers(dist.ProcessGroup)
+    if re.search(r"\) -> \S+Work$", method.__doc__ or "", re.M) and name not in OTHERS
+]
+"""The methods of a process group that communicate: all that return a `Work`, without `OTHERS`."""
 MESSAGES = ("send", "recv")
 WRAPPERS = ("torch/", "deepspeed/comm/", "deepspeed/runtime/pipe/p2p.py")
 """The start of the paths of files whose lines say nothing about the place of an event."""
@@ -124,15 +123,6 @@ class EventLog:
         if self.reply:
             self.reply(event, tensors)
 
-    @contextmanager
-    def paused(self) -> Iterator[None]:
-        """Do not record the events of this thread during the `with` block."""
-        self.here.paused = True
-        try:
-            yield
-        finally:
-            self.here.paused = False
-
 
 def _recorded(log: EventLog, op: str) -> Callable[..., Any]:
     """Return a version of `ProcessGroup`'s method `op` that also adds an event to `log`."""
@@ -177,11 +167,10 @@ def recording(log: EventLog) -> Iterator[None]:
         log.add("all_gather_object", group, "")
         found[:] = [value] * len(found)
         if not log.reply:
-            with log.paused():
+            with mock.patch.object(log.here, "paused", True, create=True):
                 gather(found, value, group)
 
-    known = [op for op in OPERATIONS if hasattr(dist.ProcessGroup, op)]
-    replaced = [(dist.ProcessGroup, op, _recorded(log, op)) for op in known]
+    replaced = [(dist.ProcessGroup, op, _recorded(log, op)) for op in OPERATIONS]
     replaced += [(dist, "new_group", created), (dist, "all_gather_object", gathered)]
     with ExitStack() as stack:
         for owner, name, function in replaced:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 import torch
 
@@ -9,6 +11,7 @@ from megatron.config import load_config
 from megatron.engine.errors import StartError
 from megatron.engine.gpus import gpu_named
 from megatron.plan import plan_text as module
+from megatron.plan import search
 from megatron.plan.live_tensors import LiveBytes
 from megatron.plan.plan_text import GIB, plan_text, sent_per_step
 from megatron.plan.step import SilentGroup, Step
@@ -59,7 +62,7 @@ def test_context_parallel_ranks_are_replicas_and_one_rank_sends_nothing():
 def plan(monkeypatch):
     """Return a function from overrides to the plan's lines, with memory by a formula."""
 
-    def write(memory_of, *overrides, gpus=4, gpu="V100", price=None, mfu=0.5):
+    def write(memory_of, *overrides, gpus=4, gpu="V100", price=None, mfu=0.5, searched=False):
         calls = []
 
         def peak_of(config, vocab_size):
@@ -67,7 +70,11 @@ def plan(monkeypatch):
             memory = {"weights": memory_of(config) * GIB, "gradients": 0.0, "optimizer": GIB / 4}
             return Step([1000], sent={"tensor": GIB // 2}), memory
 
-        monkeypatch.setattr(module, "peak_of", peak_of)
+        for place in (module, search):
+            monkeypatch.setattr(place, "peak_of", peak_of)
+        monkeypatch.setattr(search, "MOST_PLANNED", 10**6)  # they take no time here
+        if not searched:
+            monkeypatch.setattr(search, "_candidates", lambda *_: ())
 
         def load(*more):
             return config_of(*overrides, *more, gpus=gpus)
@@ -91,7 +98,7 @@ def test_a_plan_that_fits(plan):
         f"  {'data':<16}    0.00",
         f"  {'tensor':<16}    0.50",
     ]
-    assert not any("what fits" in line or "price" in line for line in lines)
+    assert not any("that fit" in line or "price" in line for line in lines)
 
 
 def test_the_memory_that_is_usable_is_nine_tenths(plan):
@@ -101,62 +108,31 @@ def test_the_memory_that_is_usable_is_nine_tenths(plan):
         assert any(line.endswith(f": {word} into 90% of 32") for line in lines)
 
 
-def remedies(lines, most=3):
-    at = lines.index("what fits:")
-    found = [line for line in lines[at + 1 :] if line.startswith("  -o ")][:most]
-    return [line.rpartition(":")[0].strip() for line in found]
+def remedies(lines):
+    at = lines.index("the fastest layouts that fit, with the same train_batch_size")
+    return lines[at + 1 :]
 
 
-def test_remedies_come_in_the_order_of_speed_and_keep_the_batch(plan):
-    """First recomputed activations, then smaller micro-batches, then more of ZeRO."""
-
+def test_a_run_that_does_not_fit_gets_layouts_that_do_and_keep_the_batch(plan):
     def needs(config):
-        b = config.batch
-        assert b.train_batch_size == 32
-        return 40 if not config.model.checkpoint_activations else 10
-
-    kept = "-o train_batch_size=32 -o gradient_accumulation_steps=null"
-    recomputed = "-o checkpoint_activations=true"
-    assert remedies(plan(needs, "train_micro_batch_size_per_gpu=8")) == [
-        recomputed,
-        f"{recomputed} -o train_micro_batch_size_per_gpu=4 {kept}",
-        f"{recomputed} -o train_micro_batch_size_per_gpu=1 {kept}",
-    ]
-
-
-def test_layouts_come_last(plan, monkeypatch):
-    """Tensor parallelism first, as far as a node goes; pipelines use ZeRO-1."""
-    monkeypatch.setattr(module, "MOST_FITS", 99)
-
-    def needs(config):
+        assert config.batch.train_batch_size == 32
         p = config.parallel
-        return 10 if p.model_parallel_size * p.pipe_parallel_size > 1 else 40
+        fits = config.model.checkpoint_activations and p.model_parallel_size > 1
+        return 10 if fits and p.zero_stage > 1 else 40
 
-    keys = ["num_attention_heads=8", "num_layers=8", "checkpoint_activations=true"]
-    keys += ["train_micro_batch_size_per_gpu=1", "train_batch_size=64"]
-    lines = plan(needs, *keys, gpus=64)
-    layouts = [(2, 1), (4, 1), (8, 1), (2, 4), (4, 4), (8, 2), (8, 4), (8, 8)]
-    assert remedies(lines, 8) == [
-        f"-o model_parallel_size={tensor} -o pipe_parallel_size={stages}"
-        f"{' -o zero_optimization.stage=1' * (stages > 1)}"
-        for tensor, stages in layouts
-    ]
-
-
-def test_stages_of_zero_that_are_more_than_the_configs(plan):
-    def needs(config):
-        return 10 if config.parallel.zero_stage > 1 else 40
-
-    keys = ["checkpoint_activations=true", "train_micro_batch_size_per_gpu=1"]
-    stages = [f"-o zero_optimization.stage={stage}" for stage in (2, 3)]
-    found = remedies(plan(needs, *keys, "zero_optimization.stage=1"))
-    assert found[:2] == stages
+    lines = remedies(plan(needs, "train_micro_batch_size_per_gpu=8", searched=True))
+    found = lines[::2]
+    assert len(found) == search.BEST and all("10.2 GiB: -o" in line for line in found)
+    for line in found:
+        given = dict(each.split("=") for each in re.findall(r"-o (\S+)", line))
+        assert given["checkpoint_activations"] == "true" and given["model_parallel_size"] in "24"
+        assert given["zero_optimization.stage"] in "23" and given["train_batch_size"] == "32"
+    seconds = [float(line.split()[0]) for line in found]
+    assert seconds == sorted(seconds)
 
 
 def test_nothing_fits(plan):
-    lines = plan(lambda config: 1000.0)
-    at = lines.index("what fits:")
-    assert lines[at + 1] == ("  nothing that was tried; use more GPUs, or GPUs with more memory")
+    assert remedies(plan(lambda config: 1000.0)) == [search.NOTHING_FITS]
 
 
 @pytest.mark.parametrize(("precision", "rate"), [("fp32", "rate32"), ("fp16", "rate16")])

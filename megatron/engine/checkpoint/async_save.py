@@ -13,10 +13,9 @@ remains, and `latest` still names the previous checkpoint (see `publish`).
 from __future__ import annotations
 
 import copy
-import mmap
 import socket
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from datetime import timedelta
@@ -29,6 +28,7 @@ import torch
 import torch.distributed as dist
 from deepspeed.runtime.checkpoint_engine import TorchCheckpointEngine
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from megatron.engine.checkpoint.record import TrainingProgress
 from megatron.engine.checkpoint.saved_checkpoints import Saved
@@ -209,9 +209,9 @@ class Buffer:
         if pinned:
             self._bytes = torch.empty(size, dtype=torch.uint8, pin_memory=True).numpy()
         else:
-            memory = mmap.mmap(-1, max(size, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-            memory.madvise(mmap.MADV_HUGEPAGE)  # pages of 2 MB are touched much faster
-            self._bytes = np.frombuffer(memory, dtype=np.uint8)
+            self._bytes = np.empty(
+                size, np.uint8
+            )  # in pages of 2 MB, which are touched much faster
         self._bytes.fill(0)
 
     def stage(self, files: Files) -> Files:
@@ -253,12 +253,8 @@ def free_memory() -> int:
     return psutil.virtual_memory().available
 
 
-def _tensors(value: Any) -> Iterator[Tensor]:
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, dict | list | tuple):
-        for each in value.values() if isinstance(value, dict) else value:
-            yield from _tensors(each)
+def _tensors(files: Files) -> list[Tensor]:
+    return [each for each in tree_leaves(files) if isinstance(each, Tensor)]
 
 
 def _key(storage: torch.UntypedStorage) -> int:

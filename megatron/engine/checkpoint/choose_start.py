@@ -22,9 +22,10 @@ from megatron.config import Config
 from megatron.engine.checkpoint.publish import remove_unfinished
 from megatron.engine.checkpoint.record import TrainingProgress
 from megatron.engine.checkpoint.resume import Start
-from megatron.engine.checkpoint.saved_checkpoints import Kind, Saved, finished
+from megatron.engine.checkpoint.saved_checkpoints import Saved, finished
 from megatron.engine.errors import CheckpointError
-from megatron.engine.job.agreement import require_one_folder, seen_by_all
+from megatron.engine.job.agreement import seen_by_all
+from megatron.engine.job.lease import leases
 from megatron.parallel.groups import Groups
 from megatron.run_folder import RunFolder, is_checkpoint
 
@@ -45,10 +46,10 @@ def choose_start(
         CheckpointError: A checkpoint is damaged, there is no checkpoint to evaluate, or this run
             would overwrite the checkpoints of another run in `save`.
     """
-    save = config.checkpoint.save
+    save = Path(config.checkpoint.save) if config.checkpoint.save else None
     if save and config.training.train_iters > 0:
-        require_one_folder(groups, Path(save))
-        removed = remove_unfinished(Path(save)) if groups.is_main else []
+        seen_by_all(lambda: leases(save), save, groups)  # rank 0 holds a lease like no other
+        removed = remove_unfinished(save) if groups.is_main else []
         if removed:
             print(f"removed what a killed run left half written: {', '.join(removed)}")
     groups.barrier()
@@ -62,7 +63,7 @@ def choose_start(
         return saved
 
     start = _decide(config, newest_usable, train_samples)
-    start.save = Path(save) if save else None
+    start.save = save
     if skipped:
         start.text += f" (passed over: {'; '.join(skipped)})"
     return start
@@ -158,7 +159,7 @@ def _decide(
     if c.finetune:
         text = f"starting at step 0 from the weights of {loaded.path} (finetune)"
         return Start(fresh, text, loaded)
-    if trains and loaded.kind is Kind.OURS:
+    if trains and loaded.kind == "ours":
         text = f"resuming from {loaded.path}{_other_batch(config, loaded)}"
         return Start(fresh, text, loaded, resumes=True)
     return _from_weights(config, loaded, train_samples)

@@ -9,7 +9,7 @@ import json
 import math
 import shutil
 from collections import defaultdict
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,7 @@ from megatron.config.mlp_width import GATED
 from megatron.engine.build import positional_of
 from megatron.engine.checkpoint.publish import new_checkpoint, write_import
 from megatron.engine.checkpoint.record import Record
-from megatron.engine.checkpoint.saved_checkpoints import Kind, require_newest
+from megatron.engine.checkpoint.saved_checkpoints import require_newest
 from megatron.engine.errors import CheckpointError
 from megatron.engine.model_shape import DTYPES, shape_of
 from megatron.engine.neox import layout
@@ -54,7 +54,8 @@ def import_checkpoint(source: Path, target: Path, *, summed_biases: bool) -> Pub
         raise CheckpointError(f"{source} is not complete:\n  {listed}")
     state = {"module": found.weights, "neox_buffers": found.buffers, "neox_parts": found.shards}
     configs = source / "configs" if (source / "configs").is_dir() else None
-    write_import(target, found.step, state, {"imported": found.about()}, configs)
+    about = {"shape": asdict(found.shape), "schedule": found.schedule, "args": found.args}
+    write_import(target, found.step, state, {"imported": about}, configs)
     return found
 
 
@@ -92,7 +93,7 @@ def export_checkpoint(source: Path, target: Path, *, parts: int | None = None) -
     args, written = about["args"], shape.parts
     shape = replace(shape, parts=parts or written)
     args |= {"model_parallel_size": shape.parts}
-    if shape.parts != written or (shape.parts > 1 and saved.kind is not Kind.IMPORTED):
+    if shape.parts != written or (shape.parts > 1 and saved.kind != "imported"):
         # The published code pads the vocabulary to a multiple of this value times the number of
         # shards. On loading, it compares this value and the padded size with its own.
         args["make_vocab_size_divisible_by"] = len(weights[WORDS]) // shape.parts

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from megatron.engine.checkpoint.full_weights import Weights, fill, full_shapes
 from megatron.engine.checkpoint.record import RunDescription
-from megatron.engine.checkpoint.saved_checkpoints import Kind, Saved
+from megatron.engine.checkpoint.saved_checkpoints import Saved
 from megatron.engine.errors import CheckpointError
 from megatron.engine.neox import read as neox
 from megatron.engine.neox.buffers import wrong_buffers
@@ -55,8 +55,8 @@ def load_weights(
     # Theta (the learned parameters of the positional embedding) is clamped to its bounds. With
     # `change`, weights of embeddings that `model` does not have are ignored.
     block = model.shape.block
-    described = saved.kind is Kind.IMPORTED and bool(saved.record.model)  # from transformers
-    if run is not None and (described or saved.kind is Kind.OURS):
+    described = saved.kind == "imported" and bool(saved.record.model)  # from transformers
+    if run is not None and (described or saved.kind == "ours"):
         saved.require_same(run, "model", free=_free(change))
     weights, buffers, kernel, unreadable, notes = _read(saved, block.gpt_j_residual)
     shapes = {name: tuple(shape) for name, shape in full_shapes(model, groups).items()}
@@ -141,7 +141,7 @@ def _read(
     # The names are GPT-NeoX's names of the positional embedding's learned tensors. They are empty
     # if the checkpoint does not come from GPT-NeoX. The buffers are stored slopes or frequencies,
     # by GPT-NeoX's names. Both kinds of lines are for the user.
-    if saved.kind is not Kind.PUBLISHED:
+    if saved.kind != "published":
         buffers, _ = saved.imported_tensors()
         imported = saved.record.imported
         names = imported["shape"].theta if imported else ()
@@ -161,7 +161,7 @@ def _merged_for_another_residual(saved: Saved, gpt_j_residual: bool) -> list[str
     """Return an error line if the checkpoint was imported with another `gpt_j_residual`."""
     # The list is empty otherwise.
     # With `gpt_j_residual`, the import sums the tensor-parallel shards of some biases.
-    if saved.kind is not Kind.IMPORTED or saved.record.imported is None:
+    if saved.kind != "imported" or saved.record.imported is None:
         return []
     shape = saved.record.imported["shape"]
     if shape.parts == 1 or shape.summed_biases == gpt_j_residual:
@@ -189,7 +189,7 @@ def _text_of_problems(
 ) -> str:
     """Return the error message for a checkpoint that does not fit the model."""
     listed = "\n  ".join(sorted(problems))
-    published = saved.kind is Kind.PUBLISHED
+    published = saved.kind == "published"
     config = (
         f"the files in {saved.path / 'configs'}" if published else RunFolder(saved.folder).config
     )

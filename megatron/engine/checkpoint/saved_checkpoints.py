@@ -11,10 +11,9 @@ A folder may also hold published (GPT-NeoX) checkpoints, or checkpoints imported
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
-from enum import Enum
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from torch import Tensor
 
@@ -29,15 +28,9 @@ from megatron.model import BlockShape
 from megatron.parallel.groups import Groups
 from megatron.run_folder import RunFolder, is_published
 
-
-class Kind(Enum):
-    """The origin and layout of a checkpoint."""
-
-    OURS = "written by this code"
-    IMPORTED = "weights of a published checkpoint or of transformers, in our layout"
-    PUBLISHED = "in the published layout"
-
-
+Kind = Literal["ours", "imported", "published"]
+"""The origin and layout of a checkpoint. "imported" means the weights of a published checkpoint, or
+of a model of transformers, in this project's layout. "published" means the published layout."""
 ADVICE = {
     "model": "Use the config it was trained with, or another `load` and `save`",
     "data": (
@@ -84,21 +77,21 @@ class Saved:
     def kind(self) -> Kind:
         """The origin and layout of the checkpoint."""
         if is_published(self.path):
-            return Kind.PUBLISHED
+            return "published"
         imported = self.record.imported is not None or self.record.origin
-        return Kind.IMPORTED if imported else Kind.OURS
+        return "imported" if imported else "ours"
 
     @property
     def lineage(self) -> str:
         """The id of the run that wrote the checkpoint, "" if the checkpoint names none."""
-        return "" if self.kind is Kind.PUBLISHED else self.record.lineage
+        return "" if self.kind == "published" else self.record.lineage
 
     @cached_property
     def counters(self) -> tuple[int, dict[str, Any] | None]:
         """The number of optimizer steps taken, and the recorded learning-rate schedule or None."""
         # Only published (GPT-NeoX) checkpoints and imports of them record a schedule. The schedule
         # is also None if its record is incomplete.
-        if self.kind is Kind.PUBLISHED:
+        if self.kind == "published":
             return counters(self.path)
         return self.record.progress.step, (self.record.imported or {}).get("schedule")
 
@@ -121,7 +114,7 @@ class Saved:
     def imported_tensors(self) -> tuple[dict[str, Tensor], dict[str, list[Tensor]]]:
         """Return the buffers and the original shards that an import from GPT-NeoX stored."""
         # See `Published.buffers` and `Published.shards`. For other checkpoints, both are empty.
-        if self.kind is not Kind.IMPORTED or self.record.imported is None:
+        if self.kind != "imported" or self.record.imported is None:
             return {}, {}
         state = safe_load(self.path / "mp_rank_00_model_states.pt")
         return state["neox_buffers"], state.get("neox_parts", {})

@@ -6,7 +6,6 @@ module did not check them, the ranks would train different models, or on differe
 
 import socket
 import time
-import uuid
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
@@ -61,35 +60,7 @@ def require_agreement(groups: Groups, subject: str, values: Mapping[str, Any]) -
         )
 
 
-def require_one_folder(groups: Groups, folder: Path) -> None:
-    """Check that every rank sees a file that rank 0 writes into `folder`.
-
-    Every rank must call this function.
-
-    Raises:
-        CheckpointError: Some rank does not see the file. The error message names that rank.
-    """
-    if groups.world_size == 1:
-        return
-    mark, text = folder / ".seen-by-all", uuid.uuid4().hex
-    if groups.is_main:
-        folder.mkdir(parents=True, exist_ok=True)
-        mark.write_text(text)
-    try:
-        seen_by_all(
-            lambda: mark.read_text() if mark.is_file() else None,
-            folder,
-            groups,
-            expected=groups.gather_from_job(text)[0],
-        )
-    finally:
-        if groups.is_main:
-            mark.unlink(missing_ok=True)
-
-
-def seen_by_all(
-    look: Callable[[], Seen], folder: Path, groups: Groups, *, expected: Seen | None = None
-) -> Seen:
+def seen_by_all(look: Callable[[], Seen], folder: Path, groups: Groups) -> Seen:
     """Call `look` until it returns the same value on every rank, and return that value.
 
     Every rank must call this function.
@@ -97,7 +68,6 @@ def seen_by_all(
     Args:
         look: A function that reads `folder`, and returns for example the names of its files.
         folder: The folder that error messages name.
-        expected: The value to wait for; None means the value of rank 0.
 
     Raises:
         CheckpointError: The ranks still disagree after PATIENCE seconds.
@@ -106,10 +76,9 @@ def seen_by_all(
     while True:
         views = groups.gather_from_job((socket.gethostname(), look(), time.monotonic() > until))
         main, first, over = views[0]
-        wanted = first if expected is None else expected
-        other = [n for n, (_, view, _) in enumerate(views) if view != wanted]
+        other = [n for n, (_, view, _) in enumerate(views) if view != first]
         if not other:
-            return wanted
+            return first
         if over:
             raise CheckpointError(
                 f"{folder} is not the same folder everywhere: rank {other[0]} on "

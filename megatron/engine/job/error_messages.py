@@ -1,4 +1,4 @@
-"""End a command with exit code 1 and without a traceback after an error that the user can fix."""
+"""End a command without a traceback after an error that the user can fix."""
 
 import sys
 import traceback
@@ -8,6 +8,7 @@ from contextlib import contextmanager
 import torch
 
 from megatron.attention import AttentionError
+from megatron.config import ConfigError
 from megatron.ending import is_member
 from megatron.engine.errors import FailedElsewhereError
 from megatron.engine.job import failure
@@ -21,7 +22,7 @@ USER_ERRORS = (UserError, AttentionError, PositionalError, OSError)
 
 @contextmanager
 def user_errors() -> Iterator[None]:
-    """Print an expected error of the `with` block, and exit with code 1.
+    """Print an expected error of the `with` block, and exit with code 1, or 2 for a ConfigError.
 
     These are the errors in `USER_ERRORS`, and errors about too little memory. Other errors pass
     unchanged.
@@ -38,15 +39,16 @@ def user_errors() -> Iterator[None]:
             if is_member():
                 failure.end_process("error: nobody reads the output any more", code=NOBODY_READS)
             raise  # `entry.run` handles it
+        code = 2 if isinstance(error, ConfigError) else 1
         if is_member():
             lost = failure.lost_contact(error)
             text = failure.LOST_TEXT if lost else _message(error)
             lost = lost or isinstance(error, FailedElsewhereError)
-            failure.end_process(text, lost=lost)
+            failure.end_process(text, lost=lost, code=code)
         if not isinstance(error, USER_ERRORS) and not _is_out_of_memory(error):
             raise
         print(_message(error), file=sys.stderr)
-        sys.exit(1)
+        sys.exit(code)
 
 
 def _is_out_of_memory(error: BaseException) -> bool:
@@ -57,7 +59,7 @@ def _is_out_of_memory(error: BaseException) -> bool:
 
 def _message(error: BaseException) -> str:
     if isinstance(error, USER_ERRORS):
-        return f"error: {error}"
+        return str(error) if isinstance(error, ConfigError) else f"error: {error}"
     if _is_out_of_memory(error):
         return (
             f"error: not enough memory: {str(error).partition(chr(10))[0]}\nwrite a smaller model "

@@ -31,7 +31,7 @@ import torch.distributed as dist
 from torch.distributed import Store  # pyright: ignore[reportPrivateImportUsage]  documented
 
 from megatron import launcher
-from megatron.ending import end_now, is_member, register
+from megatron.ending import END_JOB, end_now, is_member
 from megatron.engine.job.heartbeat import Hearing
 from megatron.engine.job.store import connect
 from megatron.files import write_text
@@ -175,18 +175,18 @@ def end_process(
     end_now(code)
 
 
-register(end_process)
+END_JOB[:] = [end_process]
 
 
 def lost_contact(error: BaseException | None) -> bool:
     """Return whether `error` means that another process has ended."""
-    # An error that caused `error` counts, too.
+    # An error that caused `error` counts, too, unless `from None` hides it.
     while error is not None:
         is_torchs = type(error) is RuntimeError or isinstance(error, dist.DistBackendError)
         is_loss = is_torchs and LOST_CONTACT.search(str(error))
         if is_loss or isinstance(error, dist.DistNetworkError):
             return True
-        error = error.__cause__ or error.__context__
+        error = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
     return False
 
 

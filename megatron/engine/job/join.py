@@ -43,20 +43,18 @@ def joined_job(parallel: ParallelConfig, *, verbose: bool = False) -> Iterator[G
     """
     # After an error in a job of several processes, the process groups stay open, and the caller
     # must end the process.
-    backend = parallel.distributed_backend
-    watch = failure.Watch(parallel.heartbeat_timeout, preemption.exchange)
-    if is_member():
-        groups = join_job(backend=backend, verbose=verbose)
-        yield groups
-        groups.barrier()
-        watch.stop()
-        leave_job()
-        return
+    watch = failure.Watch(parallel.heartbeat_timeout, preemption.current.exchange)
+    several = failed = is_member()
     try:
-        yield join_job(backend=backend, verbose=verbose)
+        groups = join_job(backend=parallel.distributed_backend, verbose=verbose)
+        yield groups
+        if several:
+            groups.barrier()
+        failed = False
     finally:
-        watch.stop()
-        leave_job()
+        if not failed:
+            watch.stop()
+            leave_job()
 
 
 def join_job(*, backend: str | None = None, verbose: bool = False) -> Groups:
@@ -89,7 +87,6 @@ def join_job(*, backend: str | None = None, verbose: bool = False) -> Groups:
         os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0")
         dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1)
     minutes = int(os.environ.get("DEEPSPEED_TIMEOUT", LONGEST_WAIT))
-    in_use = False
     try:
         deepspeed.init_distributed(
             dist_backend=backend,
@@ -98,14 +95,12 @@ def join_job(*, backend: str | None = None, verbose: bool = False) -> Groups:
             timeout=timedelta(minutes=minutes),
         )
     except dist.DistNetworkError as error:
-        in_use = "EADDRINUSE" in str(error)
-        if not in_use:
+        if "EADDRINUSE" not in str(error):
             raise
-    if in_use:  # raised here, because an error caused by the network counts as a lost contact
         raise StartError(
             f"port {os.environ['MASTER_PORT']} of this machine is in use by another program or "
             "job; set MASTER_PORT to another one"
-        )
+        ) from None  # an error that the network caused would count as a lost contact
     return build_groups(device)
 
 

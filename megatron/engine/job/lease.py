@@ -82,7 +82,7 @@ def sole_writer(folder: Path, key: str = "save") -> Iterator[Confirm]:
             return
         if _place(folder) != place:
             why = "(the folder was deleted, moved, or replaced by another one)"
-        elif others := " and ".join(who(content) for content in _leases(folder).values()):
+        elif others := " and ".join(who(content) for content in leases(folder).values()):
             why = (
                 f"({others}): this process gave no sign of life for {LIFETIME:.0f} s, because it "
                 "was stopped or did not reach the file server"
@@ -119,7 +119,7 @@ def sole_writer(folder: Path, key: str = "save") -> Iterator[Confirm]:
 def handed(folder: Path) -> dict[str, str]:
     """Return environment variables that pass this process's lease of `folder` to a child."""
     # The child takes the lease over when it calls `sole_writer`. This process holds it until then.
-    return {HANDED: next(iter(_leases(folder).values()), "")}
+    return {HANDED: next(iter(leases(folder).values()), "")}
 
 
 def _take(folder: Path, key: str) -> tuple[Path, str]:
@@ -136,14 +136,14 @@ def _take(folder: Path, key: str) -> tuple[Path, str]:
         # Another process may create the lease first, or remove the folder (`publish.new_folder`).
         with suppress(FileExistsError, FileNotFoundError):
             text = json.dumps(describe_process() | {"folder": _place(folder)})
-            dead = _leases(folder)
+            dead = leases(folder)
             for path, content in dead.items():
                 if content != os.environ.get(HANDED):
                     _wait_for_end(path, content, key, deadline)
             number = max((int(each.name.rpartition("-")[2]) for each in dead), default=0)
             path = folder / f".lease-{number + 1}"
             _create(path, text)
-            if _leases(folder).items() <= dead.items() | {(path, text)}:
+            if leases(folder).items() <= dead.items() | {(path, text)}:
                 for each in dead:
                     each.unlink(missing_ok=True)
                 return path, text
@@ -222,9 +222,9 @@ def _wait_for_end(path: Path, content: str, key: str, deadline: float) -> None:
             time.sleep(0.5)
 
 
-def _leases(folder: Path) -> dict[Path, str]:
-    """Return a dict from the path of each lease in `folder` to its content."""
-    paths = [each for each in folder.iterdir() if re.fullmatch(r"\.lease-[0-9]+", each.name)]
+def leases(folder: Path) -> dict[Path, str]:
+    """Return a dict from the path of each lease in `folder` (it may be missing) to its content."""
+    paths = [each for each in folder.glob(".lease-*") if re.fullmatch(r"\.lease-[0-9]+", each.name)]
     return {path: found[0] for path in paths if (found := _read(path))}
 
 

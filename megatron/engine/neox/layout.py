@@ -50,7 +50,7 @@ BUFFERS = (
 )
 """The names of stored tensors whose values follow from the configuration (`neox/buffers.py`)."""
 
-_RULES = {
+RULES = {
     "word_embeddings.": "rows",
     "attention.query_key_value.": "rows",
     "attention.qk_layernorm.g": "replicated",
@@ -61,6 +61,7 @@ _RULES = {
     "attention.dense.weight": "columns",
     "mlp.dense_4h_to_h.weight": "columns",
 }
+"""The rules that do not depend on the model, by the start of the tensor's name (see `Shape`)."""
 
 
 def file_name(index: int, rank: int) -> str:
@@ -78,33 +79,12 @@ def positions(num_layers: int, tied: bool) -> list[int]:
     return [0, *range(2, num_layers + 2), num_layers + 3, *([] if tied else [num_layers + 4])]
 
 
-def rule(name: str, *, geglu: bool, summed: bool, row_output: bool) -> str:
-    """Return the rule by which a tensor's tensor-parallel shards are merged into one tensor.
-
-    The rules are "rows", "columns", "halves", "replicated" and "summed".
-
-    Args:
-        name: GPT-NeoX's name of the tensor.
-        geglu: Whether the MLP's activation is geglu.
-        summed: Whether the model was trained with GPT-NeoX's `gpt_j_residual`.
-        row_output: Whether the output projection is row-parallel.
-    """
-    # The module's docstring describes the rules.
-    if name.startswith("mlp.dense_h_to_4h."):
-        return "halves" if geglu else "rows"
-    if name in ("attention.dense.bias", "mlp.dense_4h_to_h.bias"):
-        return "summed" if summed else "replicated"
-    if name == "final_linear.weight":
-        return "columns" if row_output else "rows"
-    return next((how for start, how in _RULES.items() if name.startswith(start)), "replicated")
-
-
 def merge(shards: Sequence[Tensor], how: str) -> Tensor:
     """Merge the shards of all tensor-parallel ranks into one tensor.
 
     Args:
         shards: The shards, by rank.
-        how: The rule for merging, a result of `rule`.
+        how: The rule for merging, a result of `Shape.rule`.
 
     Raises:
         ValueError: The shards' shapes do not fit, or shards that must be equal differ.
@@ -137,7 +117,7 @@ def split(tensor: Tensor, how: str, count: int, *, name: str = "tensor") -> list
     """Split a tensor into `count` tensor-parallel shards. The inverse of `merge`.
 
     Args:
-        how: The rule by which the shards can be merged again, a result of `rule`.
+        how: The rule by which the shards can be merged again, a result of `Shape.rule`.
         name: The tensor's name in error messages.
 
     Raises:

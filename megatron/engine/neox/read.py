@@ -13,7 +13,7 @@ Legend: L layers, N tensor-parallel ranks.
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeGuard
 
@@ -59,12 +59,6 @@ class Published:
     args: dict[str, Any] = field(default_factory=dict)
     problems: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
-
-    def about(self) -> dict[str, Any]:
-        """Return facts about the checkpoint's files that a later export needs."""
-        # An import records them, so that an export can write such files again.
-        shape = asdict(self.shape)
-        return {"shape": shape, "schedule": self.schedule, "args": self.args}
 
 
 def read(checkpoint: Path, *, summed_biases: bool = False) -> Published:

@@ -49,11 +49,21 @@ class Shape:
     head_size: NonNegativeInt = 0
 
     def rule(self, name: str) -> str:
-        """Return the rule by which the shards of the tensor `name` are merged, such as "rows"."""
-        # See `layout`.
-        return layout.rule(
-            name, geglu=self.geglu, summed=self.summed_biases, row_output=self.row_output
-        )
+        """Return the rule by which a tensor's tensor-parallel shards are merged into one tensor.
+
+        The rules are "rows", "columns", "halves", "replicated" and "summed" (see `layout`).
+
+        Args:
+            name: GPT-NeoX's name of the tensor.
+        """
+        if name.startswith("mlp.dense_h_to_4h."):
+            return "halves" if self.geglu else "rows"
+        if name in ("attention.dense.bias", "mlp.dense_4h_to_h.bias"):
+            return "summed" if self.summed_biases else "replicated"
+        if name == "final_linear.weight":
+            return "columns" if self.row_output else "rows"
+        rules = layout.RULES.items()
+        return next((how for start, how in rules if name.startswith(start)), "replicated")
 
     def ours(self, name: str, shard: Tensor) -> Tensor:
         """Return a shard of a published tensor with its rows in this project's order.

@@ -106,7 +106,7 @@ class RunLog(AbstractContextManager):
             self._path = path
             if read_small(path, MOST_BYTES)[-1:] not in (b"", b"\n"):  # of a killed job
                 self._unwritten = ["\n"]
-        self._restart_tensorboard(last_step if append else 0)
+        self._restart(last_step if append else 0)
         for sink in self._sinks:
             self.line(sink.about)
 
@@ -187,18 +187,15 @@ class RunLog(AbstractContextManager):
                 self._sinks.remove(sink)
                 self.line(f"{sink.about}: not written any more, training goes on: {error}")
 
-    def _restart_tensorboard(self, step: int | None) -> None:
+    def _restart(self, step: int | None) -> None:
         """Make TensorBoard show the rows of `metrics.jsonl` when a run continues from `step`."""
         # First, the earlier events of `step` and of all later steps are hidden in TensorBoard. Then
         # the rows of `step` in `metrics.jsonl` are sent to TensorBoard again. If `step` is None, no
         # events are hidden and no rows are sent.
-        boards = [sink for sink in self._sinks if isinstance(sink, TensorBoard)]
-        if not boards:
-            return
-        written = RunFolder(self._path.parent).metrics_rows() if self._path else ()
+        written = RunFolder(self._path.parent).metrics_rows() if self._path and self._sinks else ()
         rows = [row for row in written if row["step"] == step]
-        for board in boards:
-            board.restart(step, rows)
+        for sink in self._sinks:
+            sink.restart(step, rows)
 
     def go_back(self, step: int, *, validates_again: bool = False) -> None:
         """Remove the rows of steps after `step`, because the run continues from `step`.
@@ -211,7 +208,7 @@ class RunLog(AbstractContextManager):
             again = step if validates_again else None
             self._unwritten = [row for row in self._unwritten if is_kept(row, step, again)]
             keep_complete_rows(self._path, step, again)
-        self._restart_tensorboard(step)
+        self._restart(step)
 
     def close(self, *, failed: bool = False) -> None:
         """Close `metrics.jsonl`, TensorBoard and wandb. A second call does nothing.

@@ -168,6 +168,9 @@ class Wandb:
             write_text(id_file, self._run.id + "\n")
         self.about = _location(self._run)
 
+    def restart(self, purge_step: int | None, rows: Iterable[Row]) -> None:
+        """Do nothing: `step` is a metric of wandb, which may go back."""
+
     def log(self, row: Row) -> None:
         found = dict(pair for name in row for pair in flat(NEOX.get(name, name), row[name]))
         if FLOPS in found:

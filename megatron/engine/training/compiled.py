@@ -37,14 +37,10 @@ class Compilations:
         self._asked = asked
         self._first: int | None = None
 
-    def after_step(self) -> None:
-        """Note how many graphs the first step made. Call this method after each step."""
-        if self._asked and self._first is None:
-            self._first = self.metrics()["compile/graphs"]
-
     def metrics(self) -> dict[str, int]:
         """Return the numbers of all graphs, of graphs made after the first step, and of skips.
 
+        Call this method after each step, because the first call counts the first step's graphs.
         A skip is a forward or backward pass that torch could not record in a CUDA graph. The result
         is empty if the model is not compiled.
         """
@@ -53,8 +49,9 @@ class Compilations:
         from torch._dynamo.utils import counters
 
         graphs = counters["stats"]["unique_graphs"]
+        self._first = graphs if self._first is None else self._first
         return {
             "compile/graphs": graphs,
-            "compile/recompiles": 0 if self._first is None else graphs - self._first,
+            "compile/recompiles": graphs - self._first,
             "compile/cudagraph_skips": counters["inductor"]["cudagraph_skips"],
         }

@@ -1,5 +1,7 @@
 """Build the DeepSpeed engine of a training job from its config."""
 
+from functools import partial
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -94,9 +96,8 @@ def engine_config(config: Config, replicas: int) -> dict[str, Any]:
         "pipeline": {"pipe_partitioned": False, "grad_partitioned": False},
         "flops_profiler": keys["flops_profiler"],
         "communication_data_type": communication,
+        "data_types": keys.get("data_types"),
     }
-    if "data_types" in keys:
-        settings["data_types"] = keys["data_types"]
     # DeepSpeed takes a missing entry for its default, but not one without a value.
     return {name: value for name, value in settings.items() if value is not None}
 
@@ -116,8 +117,8 @@ def build_engine(
         config: DeepSpeed's configuration.
         numerics: The rules for rounding, and for Adam's bias correction.
     """
-    # `numerics.counts_empty_step` says whether Adam's bias correction counts an extra first step,
-    # in which all gradients are zero. It matters only in 16-bit training without ZeRO.
+    # In the released code, Adam's bias correction counts an extra first step without gradients.
+    # It matters only in 16-bit training without ZeRO.
     # To allocate the optimizer's state, DeepSpeed takes a step with zero gradients. The learning
     # rate is zero in that step, so that no weight changes.
     for group in optimizer.param_groups:
@@ -128,7 +129,7 @@ def build_engine(
     bucket = {"reduce_bucket_size": min(size, zero.get("reduce_bucket_size", REDUCE_BUCKET_SIZE))}
     config = config | {"zero_optimization": zero | bucket}
     needs_mpu = groups.model.size > 1 and groups.pipe_size == 1  # a pipeline has its own `mpu`
-    mpu = Mpu(groups) if needs_mpu else None
+    mpu = mpu_of(groups) if needs_mpu else None
     deepspeed.utils.groups.mpu = mpu  # otherwise DeepSpeed would keep the previous engine's `mpu`
     # DeepSpeed looks whether the optimizer is its own Muon, which has functions that are compiled.
     # This project has another Muon, so it spares the second that the import of the compiler takes.
@@ -142,45 +143,23 @@ def build_engine(
         mpu=mpu,
     )
     wrapped = engine.optimizer
-    if isinstance(wrapped, FP16_UnfusedOptimizer) and not numerics.counts_empty_step:
+    if isinstance(wrapped, FP16_UnfusedOptimizer) and not numerics.published:
         wrapped.optimizer.state.clear()  # 16-bit training without ZeRO
     schedule.write()
     return engine
 
 
-class Mpu:
-    """The "model parallel unit" of a DeepSpeed engine, which answers with ranks and groups.
+def mpu_of(groups: Groups) -> SimpleNamespace:
+    """Return the "model parallel unit" of a DeepSpeed engine, which answers with ranks and groups.
 
-    DeepSpeed defines the method names. "Model parallel" means tensor parallel here.
+    DeepSpeed defines the method names. "Model parallel" and "tensor model parallel" mean tensor
+    parallel here. "Data parallel" means the group `replicas` of `Groups`.
     """
-
-    # "Tensor model parallel" means tensor parallel, too. "Data parallel" means the group `replicas`
-    # of `Groups`.
-
-    def __init__(self, groups: Groups):
-        self.groups = groups
-
-    def get_model_parallel_rank(self) -> int:
-        return self.groups.model.rank
-
-    def get_model_parallel_world_size(self) -> int:
-        return self.groups.model.size
-
-    def get_model_parallel_group(self) -> dist.ProcessGroup | None:
-        return self.groups.model.group
-
-    get_tensor_model_parallel_rank = get_model_parallel_rank
-    get_tensor_model_parallel_world_size = get_model_parallel_world_size
-    get_tensor_model_parallel_group = get_model_parallel_group
-
-    def get_data_parallel_rank(self) -> int:
-        return self.groups.replica_rank
-
-    def get_data_parallel_world_size(self) -> int:
-        return self.groups.replica_size
-
-    def get_data_parallel_group(self) -> dist.ProcessGroup | None:
-        return self.groups.replicas
-
-    def get_data_parallel_group_ranks(self) -> list[int]:
-        return dist.get_process_group_ranks(self.groups.replicas)
+    tensor = groups.model.rank, groups.model.size, groups.model.group
+    data = groups.replica_rank, groups.replica_size, groups.replicas
+    mpu = SimpleNamespace()
+    mpu.get_data_parallel_group_ranks = partial(dist.get_process_group_ranks, groups.replicas)
+    for kind, answers in {"model": tensor, "tensor_model": tensor, "data": data}.items():
+        for name, answer in zip(("rank", "world_size", "group"), answers, strict=True):
+            setattr(mpu, f"get_{kind}_parallel_{name}", lambda answer=answer: answer)
+    return mpu

@@ -161,7 +161,7 @@ class TrainingLoop:
                 self.counting,
             )
         self.theta.project()
-        last, leaves = number == training.train_iters, preemption.due()
+        last, leaves = number == training.train_iters, preemption.current.due()
         at_interval = bool(checkpoint.save_interval) and number % checkpoint.save_interval == 0
         asked = at_interval or number in checkpoint.extra_save_iters
         return Step(

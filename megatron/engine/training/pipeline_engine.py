@@ -6,9 +6,9 @@ samples. Only the first stage uses the inputs, and only the last stage uses the 
 
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
-from functools import wraps
-from typing import Any, ParamSpec, TypeVar
+from typing import Any
 
 import deepspeed
 import numpy as np
@@ -23,8 +23,6 @@ from megatron.parallel.groups import Groups
 from megatron.parallel.loss import UNCOUNTED, mean_loss
 
 Engine = deepspeed.DeepSpeedEngine
-P = ParamSpec("P")
-R = TypeVar("R")
 LossFn = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 """A function of (inputs, targets) that returns each target's loss in nats; all are [B, T]."""
 
@@ -69,21 +67,16 @@ def loss_function(engine: deepspeed.DeepSpeedEngine, groups: Groups) -> LossFn:
     return PipelineLosses(engine, groups) if isinstance(engine, PipelineEngine) else engine
 
 
-def never_compiled(function: Callable[P, R]) -> Callable[P, R]:
-    """Decorate `function` so that a model inside it runs without `torch.compile`."""
+@contextmanager
+def never_compiled() -> Iterator[None]:
+    """Run models in the `with` block, or in the decorated function, without `torch.compile`."""
     # The config key `torch_compile` is for training steps, whose shapes stay the same.
-
-    @wraps(function)
-    def call(*args: P.args, **kwargs: P.kwargs) -> R:
-        if "torch._dynamo" not in sys.modules:  # importing the compiler takes a second
-            return function(*args, **kwargs)
-        with torch.compiler.set_stance("force_eager"):
-            return function(*args, **kwargs)
-
-    return call
+    compiles = "torch._dynamo" in sys.modules  # importing the compiler takes a second
+    with torch.compiler.set_stance("force_eager") if compiles else nullcontext():
+        yield
 
 
-@never_compiled
+@never_compiled()
 @torch.no_grad()
 def loss_of_batches(
     engine: deepspeed.DeepSpeedEngine,

@@ -63,14 +63,14 @@ class StepLog(Hook):
         # checkpoint.
         if step.good:
             self._meter.add(step.loss)
-        self._compilations.after_step()
+        graphs = self._compilations.metrics()
         mean = self._finite_loss(step) if step.logs or step.may_save else math.nan
         # The loss was computed before the update, so it does not show what the update did.
         if step.may_save and not all_finite(cast(nn.Module, self.engine.module), self.groups):
             raise BadLossError(f"weights are no longer finite after step {step.number}; {ADVICE}")
         self._meter.time(time.monotonic() - self._start)
         if step.logs:
-            self._log(step, mean)
+            self._log(step, mean, graphs)
             self._meter.reset()
         live = f"{self._said} | ETA {self._eta(step)}" if self._said else "no loss yet"
         self.log.progress(step.number, self.config.training.train_iters, live)
@@ -98,7 +98,7 @@ class StepLog(Hook):
         self._last_mean = mean if steps and step.logs else self._last_mean
         return mean
 
-    def _log(self, step: Step, loss: float) -> None:
+    def _log(self, step: Step, loss: float, graphs: Mapping[str, int]) -> None:
         training, length = self.config.training, self.config.model.seq_length
         seconds = self._meter.seconds_per_step
         rate = step.batch_size * length / seconds
@@ -111,7 +111,7 @@ class StepLog(Hook):
             "train/samples_per_second": step.batch_size / seconds,
             "train/seconds_per_step": seconds,
             **self.speed.metrics(rate, lengths, self.groups.device),
-            **self._compilations.metrics(),
+            **graphs,
             "train/samples": step.consumed_samples,
             "train/tokens": step.consumed_samples * length,
         }

@@ -15,10 +15,10 @@ from torch import nn
 from megatron.engine.checkpoint import checksums, publish, write
 from megatron.engine.checkpoint.async_save import Saver
 from megatron.engine.checkpoint.load_weights import load_weights
-from megatron.engine.checkpoint.old_and_foreign_checkpoints import prune, set_aside_foreign
 from megatron.engine.checkpoint.record import Record, RunDescription, TrainingProgress
 from megatron.engine.checkpoint.resume import Start
 from megatron.engine.checkpoint.saved_checkpoints import Saved, finished, newest
+from megatron.engine.checkpoint.write import prune, set_aside_foreign
 from megatron.engine.errors import CheckpointError, FailedElsewhereError
 from megatron.parallel.groups import build_groups
 from megatron.positional import load

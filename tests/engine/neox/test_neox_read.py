@@ -15,8 +15,8 @@ import torch
 from megatron.attention import choose
 from megatron.engine.checkpoint.exchange import export_checkpoint, import_checkpoint
 from megatron.engine.checkpoint.load_weights import load_weights
-from megatron.engine.checkpoint.old_and_foreign_checkpoints import prune
 from megatron.engine.checkpoint.saved_checkpoints import Saved, newest
+from megatron.engine.checkpoint.write import prune
 from megatron.engine.errors import CheckpointError
 from megatron.engine.neox import layout
 from megatron.engine.neox import read as neox
@@ -112,7 +112,7 @@ def test_merging_the_shards_gives_the_tensor_back(parts, geglu, summed):
         "final_linear.weight": (16, 8),
     }.items():
         whole = torch.randn(size, generator=generator)
-        how = layout.rule(name, geglu=geglu, summed=summed, row_output=True)
+        how = neox.Shape(1, geglu=geglu, summed_biases=summed, row_output=True).rule(name)
         pieces = layout.split(whole, how, parts)
         assert len(pieces) == parts and torch.equal(layout.merge(pieces, how), whole), name
 

@@ -137,7 +137,6 @@ def test_a_graph_that_is_made_later_is_counted(tmp_path):
 
 def test_nothing_is_counted_if_the_model_is_not_compiled():
     compilations = Compilations(asked=False)
-    compilations.after_step()
     assert compilations.metrics() == {}
 
 
