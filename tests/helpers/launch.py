@@ -34,6 +34,9 @@ PRELOADED = [
     "megatron.pretraining.run",
     "megatron.evaluation.by_length",
     "torch._dynamo",  # any optimizer of torch imports it
+    "pytest",
+    "hypothesis.strategies",
+    "tests.helpers.jobs",  # imports pandas
     "tests.pretraining.known_packages",
 ]
 """Imported once, by the server from which all ranks are forked. This saves seconds for each
