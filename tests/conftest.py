@@ -93,7 +93,8 @@ def fixed_seeds() -> None:
 
     random.seed(0)
     np.random.seed(0)
-    torch.manual_seed(0)
+    # Without a GPU, `torch.manual_seed` writes down the whole stack for later: 0.5 ms for each test.
+    (torch if torch.cuda.is_available() else torch.default_generator).manual_seed(0)
 
 
 @pytest.fixture(scope="session")
