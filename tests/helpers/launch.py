@@ -37,6 +37,8 @@ PRELOADED = [
     "pytest",
     "hypothesis.strategies",
     "tests.helpers.jobs",  # imports pandas
+    "matplotlib.backends.backend_agg",  # for the pictures of `evaluate.py`, as the next
+    "scipy.stats",
     "tests.pretraining.known_packages",
 ]
 """Imported once, by the server from which all ranks are forked. This saves seconds for each
