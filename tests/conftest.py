@@ -93,7 +93,7 @@ def fixed_seeds() -> None:
 
     random.seed(0)
     np.random.seed(0)
-    # Without a GPU, `torch.manual_seed` writes down the whole stack for later: 0.5 ms for each test.
+    # Without a GPU, `torch.manual_seed` notes the whole stack for later, which takes 0.5 ms.
     (torch if torch.cuda.is_available() else torch.default_generator).manual_seed(0)
 
 
