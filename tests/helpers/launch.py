@@ -34,6 +34,11 @@ PRELOADED = [
     "megatron.pretraining.run",
     "megatron.evaluation.by_length",
     "torch._dynamo",  # any optimizer of torch imports it
+    "pytest",
+    "hypothesis.strategies",
+    "tests.helpers.jobs",  # imports pandas
+    "matplotlib.backends.backend_agg",  # for the pictures of `evaluate.py`, as the next
+    "scipy.stats",
     "tests.pretraining.known_packages",
 ]
 """Imported once, by the server from which all ranks are forked. This saves seconds for each
