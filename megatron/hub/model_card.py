@@ -6,7 +6,6 @@ import inspect
 from pathlib import Path
 from typing import Any
 
-from megatron.engine.checkpoint.saved_checkpoints import Kind
 from megatron.engine.open_run import OpenRun
 from megatron.files import parse_json, read_small
 from megatron.run_folder import RunFolder
@@ -53,7 +52,7 @@ def _recipe(run: OpenRun) -> dict[str, Any]:
     """Return a dict of the model's training settings, such as data, steps and optimizer."""
     # `run.config` has the batch and the optimizer of inference, so both come from the checkpoint.
     saved: Any = run.saved  # None for a model that was never saved
-    recorded = saved.record.config if saved and saved.kind is not Kind.PUBLISHED else {}
+    recorded = saved.record.config if saved and saved.kind != "published" else {}
     flat, keys = recorded or run.config.to_flat_dict(), {}
     keys |= {name: flat[name] for name in ("data_path", "train_data_paths") if flat.get(name)}
     if recorded:

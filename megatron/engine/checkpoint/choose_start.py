@@ -131,7 +131,7 @@ def _decide(
     saved = usable(save) if trains or continues else None
     if trains and saved and save and saved.path == save.resolve():
         raise CheckpointError(f"save: {save} is one checkpoint; name the folder that holds it")
-    if load and trains and saved and saved.kind is Kind.OURS:
+    if load and trains and saved and saved.kind == "ours":
         # the same command again: the run in `save` began from this `load`
         continues |= saved.record.config.get("load") == c.load
     if saved and c.finetune and trains:
