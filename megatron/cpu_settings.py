@@ -5,8 +5,6 @@ machine, a training step is faster if they spin for long. Beside a busy program,
 fast (docs/lab/performance.md), because threads that spin take the processor from threads that work.
 """
 
-from __future__ import annotations
-
 import ctypes
 import os
 import time

@@ -1,7 +1,5 @@
 """List the files of `positional/` that are no embeddings, and other names of embeddings."""
 
-from __future__ import annotations
-
 OTHERS = {"base", "combination", "fixed_value", "hidden_layer", "theta_bounds", "theta_parameter"}
 """The files of `megatron/positional` that define no embedding."""
 PUBLISHED_POSITIONAL_NAMES = {

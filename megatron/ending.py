@@ -1,7 +1,5 @@
 """End a process at once, without waiting for its threads, or end all processes of its job."""
 
-from __future__ import annotations
-
 import os
 import threading
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Write files atomically (to a temporary name, flushed to disk, then renamed); parse JSON."""
 
-from __future__ import annotations
-
 import json
 import os
 import tempfile

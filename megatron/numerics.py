@@ -5,8 +5,6 @@ With `WIDE`, the default, positional embeddings, norms and softmax are computed 
 to reproduce the results of that code.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import wraps

@@ -4,8 +4,6 @@ docs/gpu.md says how to build apex. Each job decides at its start whether to use
 decision.
 """
 
-from __future__ import annotations
-
 import importlib
 from typing import Any
 

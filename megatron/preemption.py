@@ -26,8 +26,6 @@ A rank that has written `at/RANK` waits at that safe point until it can read `un
 therefore pass the safe point at which all ranks leave.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os
@@ -129,13 +127,13 @@ class Preemption:
         return self.left
 
     def exchange(self, store: Any) -> bool:
-        """Agree with the other ranks on where to end the job.
+        """Do the next step of the agreement on where all ranks end the job.
 
         Args:
             store: The job's key-value store, a `torch.distributed.Store`.
 
         Returns:
-            Whether an agreement is in progress. If so, the next call should follow soon.
+            Whether the agreement has begun and is not complete. If so, call again soon.
         """
         # The rank's `failure.Watch` calls this method at each poll of the store.
         if self.why and not self._announced:

@@ -1,7 +1,5 @@
 """Format numbers, durations and the time for people, with a useful number of digits."""
 
-from __future__ import annotations
-
 import math
 from datetime import datetime
 

@@ -14,8 +14,6 @@ A folder may also hold published (GPT-NeoX) checkpoints. This module imports no 
 that only look at runs start fast.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator
 from pathlib import Path

@@ -4,8 +4,6 @@ In a checkout they are beside `megatron`, in an installation in the folder `kerp
 `megatron`. The command `kerple NAME` runs the script of this name (`kerple_command`).
 """
 
-from __future__ import annotations
-
 import os
 import sys
 from pathlib import Path

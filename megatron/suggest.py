@@ -1,7 +1,5 @@
 """Suggest the most similar known name for an unknown name."""
 
-from __future__ import annotations
-
 import difflib
 from collections.abc import Iterable
 

@@ -1,7 +1,5 @@
 """Define the version of the project. Checkpoints and the Python package record it."""
 
-from __future__ import annotations
-
 import hashlib
 from pathlib import Path
 

@@ -6,8 +6,6 @@ may refuse it.
 Legend: see `choice`.
 """
 
-from __future__ import annotations
-
 import ctypes
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -31,8 +31,6 @@ Caution: the last bits of the results depend on the number of threads, as for to
 products. With the same number of threads, the results are repeatable bit for bit.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

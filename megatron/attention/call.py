@@ -6,8 +6,6 @@ Exports contain this file (see `megatron.hub.bundle`).
 Legend: see `choice`.
 """
 
-from __future__ import annotations
-
 from dataclasses import KW_ONLY, dataclass, replace
 
 import torch

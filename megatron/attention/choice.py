@@ -16,8 +16,6 @@ Legend: B batch, H query heads, K key heads (K divides H), T queries, S keys, E 
 of theta, the distance kernel's parameters.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 from operator import index
 from typing import Any

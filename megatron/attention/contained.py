@@ -7,8 +7,6 @@ NaN. So a NaN in one document could reach another document in the same tile of s
 Legend: see `choice`.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from dataclasses import replace

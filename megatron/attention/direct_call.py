@@ -7,8 +7,6 @@ Under `torch.compile` it looks at the formula alone, with initial values of thet
 Legend: see `choice`.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterable
 from dataclasses import replace

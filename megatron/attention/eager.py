@@ -16,8 +16,6 @@ parameters.
 Caution: several tensors of the size of the scores [B, H, T, S] are in memory at the same time.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

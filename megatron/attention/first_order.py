@@ -3,8 +3,6 @@
 Exports contain this file (see `megatron.hub.bundle`).
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -3,8 +3,6 @@
 Legend: see `choice`.
 """
 
-from __future__ import annotations
-
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any

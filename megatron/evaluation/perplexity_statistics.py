@@ -60,7 +60,7 @@ def measured_with(config: Config, step: int) -> dict[str, Any]:
 
 
 def scaled(title: str, config: Config) -> str:
-    """Return `title`, with the factor of the distances if there is one."""
+    """Return `title`, extended by `eval_distance_scale` if that is not 1."""
     scale = config.evaluation.eval_distance_scale
     return title if scale == 1.0 else f"{title} at distances x {scale:g}"
 

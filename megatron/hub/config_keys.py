@@ -4,8 +4,8 @@ A `sliding_window` W of transformers is a `sliding_window_width` W - 1 of ours: 
 tokens in the window, and the second is the largest distance. transformers has no `ntk` scaling. The
 same frequencies result from another base, so an export contains that base.
 
-A class can compute a run's model if the import of the config.json, which the export would write for
-this class, describes the same model.
+A class fits a run's model if the config.json of its export, imported again, describes the same
+model.
 """
 
 from __future__ import annotations

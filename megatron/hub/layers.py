@@ -127,7 +127,7 @@ class Theta(nn.Module):
         return torch.stack(columns, dim=1)
 
     def forward(self, dtype: torch.dtype) -> Tensor:
-        """Return the parameters in `dtype`, or in their own dtype if that is wider."""
+        """Return theta in `dtype`, or in its own dtype if that is wider."""
         if torch.is_grad_enabled():
             self.project()
         theta_HN = self._columns()  # a copy, which the next projection leaves as it is

@@ -13,8 +13,6 @@ settings of Triton are read only at the first launch with a key. Nothing is allo
 host waits for nothing, so launches can be captured in a CUDA graph.
 """
 
-from __future__ import annotations
-
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache

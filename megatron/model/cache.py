@@ -39,8 +39,7 @@ class LayerCache:
 
     @property
     def columns(self) -> int:
-        """The number of tokens added to each text so far, padding included."""
-        # Dropped tokens count, too.
+        """The number of columns so far: padding, prompt and generated tokens, dropped ones too."""
         return self._first + self._count
 
     def positions(self, count: int) -> Tensor:

@@ -116,12 +116,12 @@ class ChangedPositions:
     def set_columns(
         self, parameters: Mapping[str, nn.Parameter], values: Mapping[int, Tensor]
     ) -> None:
-        """Set parameters of the new positional embedding.
+        """Write values into columns of the new model's theta.
 
         Args:
             parameters: The new model's parameters by name, or this rank's shards of them.
-            values: The values [heads] by index of the parameter. They are [1] if all heads share
-                it.
+            values: Maps the index of a column to its values, [heads], or [1] if all heads share
+                the column.
         """
         for name, shared in ((THETA, False), (SHARED_THETA, True)):
             for i, n in enumerate(columns_of(self.new, trained=True, shared=shared)):

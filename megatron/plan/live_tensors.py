@@ -4,8 +4,6 @@ The meta device has tensors with shapes, but without values. On this device, a t
 size takes seconds and no memory, and creates the same tensors as on a GPU.
 """
 
-from __future__ import annotations
-
 import weakref
 from typing import Any
 

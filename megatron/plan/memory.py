@@ -18,8 +18,6 @@ Legend: N parameters of this rank, D replicas of its weights (data- times contex
 bytes of a number in the training precision.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import torch
@@ -48,7 +46,7 @@ holds other temporary tensors, such as logits and the gradients of activations."
 
 
 def peak_of(config: Config, vocab_size: int, device_type: str = "cuda") -> tuple[Step, Memory]:
-    """Return the training step and the peak memory of the rank that needs the most memory.
+    """Find the rank that needs the most memory; describe its training step and its peak memory.
 
     Only the first and the last pipeline stage are compared.
 
@@ -57,7 +55,7 @@ def peak_of(config: Config, vocab_size: int, device_type: str = "cuda") -> tuple
         device_type: "cuda" or "cpu", which decides the attention backend.
 
     Returns:
-        (step, memory), where `step` describes a training step of this rank, and `memory` maps each
+        (step, memory), where `step` describes a training step of that rank, and `memory` maps each
         kind of memory to its bytes at the peak.
     """
     stages = {0, config.parallel.pipe_parallel_size - 1}

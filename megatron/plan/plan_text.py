@@ -1,7 +1,5 @@
 """Plan a run without data or a device: its memory, communication, time and cost, as text."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from functools import partial
 

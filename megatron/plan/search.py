@@ -4,8 +4,6 @@ All candidates are sketched first: `sketched` gives the size, memory and communi
 formulas. The fastest that may fit are then planned exactly, one after the other.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from itertools import product
 from math import ceil

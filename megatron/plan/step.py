@@ -5,8 +5,6 @@ there by DeepSpeed's own schedule, with collectives that do nothing. So autograd
 tensors as in the real step, and no table of sizes can become outdated.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial

@@ -23,8 +23,6 @@ of size E, k keys that a query sees.
 `Rates` are calibrated on published runs; docs/lab/published_runs.md has all runs and errors.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from math import ceil
 

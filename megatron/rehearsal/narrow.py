@@ -31,7 +31,7 @@ def narrow(config: Config, folder: Path) -> list[str]:
     The small run takes one step, validates and saves.
 
     Args:
-        folder: The folder into which the text of the small run is written.
+        folder: The folder into which a short text to train on is written.
     """
     # It has narrow heads and short sequences. A step has at most one more micro-batch than the
     # pipeline has stages. There is one block per stage (two without a pipeline), because all blocks

@@ -1,7 +1,5 @@
 """Describe the runs of a report: the title, the question, the methods, and where they ran."""
 
-from __future__ import annotations
-
 import itertools
 import shlex
 from collections.abc import Sequence

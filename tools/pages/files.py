@@ -6,8 +6,6 @@ The site has the same folders as the repository, so a relative link works in bot
 README.md, all pages of docs/, and every file of the repository that one of these pages links to.
 """
 
-from __future__ import annotations
-
 import html
 import os
 import re

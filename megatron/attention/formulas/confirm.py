@@ -11,8 +11,6 @@ of the result's size. Where the embedding's formula is not finite, anything is a
 Legend: R samples, N columns of theta. Results [R, 1 + N] are logits, followed by their gradients.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import torch

@@ -3,8 +3,6 @@
 Legend and formulas: see `blocked`. The T axis is in reversed order.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -5,8 +5,6 @@ Exports contain this file (see `megatron.hub.bundle`).
 Legend: see `blocked`. N columns of theta.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

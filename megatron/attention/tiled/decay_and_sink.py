@@ -21,8 +21,6 @@ off by 7e-6 if c changes by 1 from each position to the next, and by 4e-5 if c c
 Legend: see `blocked`.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -6,8 +6,6 @@ tile. The backward pass evaluates it again, to propagate the gradient of the til
 Legend: see `blocked`. N columns of theta.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -7,8 +7,6 @@ half a dozen operations read them. It should be large enough to hide the cost of
 operations.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass
 

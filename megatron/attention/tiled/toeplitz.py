@@ -24,8 +24,6 @@ that follow. The errors would be near 5e-5 in fp32 at 65,536 keys, instead of 5e
 Legend: B batch, H heads, S distances, R rows, n keys of a block.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -108,18 +108,19 @@ def published_start(
 ) -> int:
     """Return how many samples GPT-NeoX's loader skips when it resumes at `iteration`.
 
-    The return value is `loader.step_samples` times the following number of micro-steps:
+    GPT-NeoX skips whole micro-steps:
 
         train   iteration * loader.micro_steps
         valid   (iteration * loader.micro_steps // eval_interval) * eval_iters
         test    0
 
-    For train and valid, this number is reduced modulo the number of complete micro-steps in the
-    data set. GPT-NeoX's formula for valid is correct only if `loader.micro_steps` is 1.
+    After the last complete micro-step of the data set, train and valid begin again at 0. The result
+    is in samples, `loader.step_samples` for each micro-step.
 
     Args:
         split: "train", "valid" or "test".
     """
+    # GPT-NeoX's formula for valid is right only if `loader.micro_steps` is 1. It is kept as it is.
     micro_steps_done = iteration * loader.micro_steps
     if split == "valid":
         micro_steps_done = micro_steps_done // eval_interval * eval_iters

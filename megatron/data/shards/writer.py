@@ -89,7 +89,7 @@ class ShardWriter(AbstractContextManager["ShardWriter"]):
         )
 
     def rewind(self, documents: int, tokens: int) -> None:
-        """Continue the unfinished files of an earlier writer after their first documents.
+        """Keep the first documents of an earlier writer's unfinished files, and cut off the rest.
 
         Args:
             documents: The number of documents to keep.

@@ -174,15 +174,15 @@ def _config_of(record: Record) -> Config:
     return load_config([], given, world_size=math.prod(degrees))
 
 
-def _needs_head(block: BlockShape, activation: str) -> bool:
-    """Return whether a block uses an option that the released KERPLE code lacks."""
+def _needs_newer_neox(block: BlockShape, activation: str) -> bool:
+    """Return whether a block needs a gpt-neox that is newer than the released KERPLE code."""
     plain = BlockShape(block.hidden_size, block.num_heads, activation=activation)
     options = ("attention_bias", "mlp_bias", "group", "qk_norm", "mlp_size")
     changed = any(getattr(block, name) != getattr(plain, name) for name in options)
     return changed or (activation in GATED and activation != "geglu")
 
 
-def _not_in_head(config: Config, block: BlockShape, pos: PositionalEmbedding) -> str | None:
+def _not_in_newer_neox(config: Config, block: BlockShape, pos: PositionalEmbedding) -> str | None:
     """Return why versions of gpt-neox from 2024 on cannot run this model; None if they can."""
     if pos.name not in ("learned", "rotary", "sinusoidal", "rpe", "alibi", "none"):
         return f"has no pos_emb {pos.name}"
@@ -200,7 +200,7 @@ def _shape_of(config: Config, block: BlockShape, pos: PositionalEmbedding) -> Sh
             f"the published code has no pos_emb {pos.name}, so this checkpoint cannot be exported "
             "to it"
         )
-    head = _needs_head(block, m.activation)
+    head = _needs_newer_neox(block, m.activation)
     windows = m.sliding_window_width
     lacking = {
         "rope_scaling": m.rope_scaling,
@@ -221,7 +221,7 @@ def _shape_of(config: Config, block: BlockShape, pos: PositionalEmbedding) -> Sh
         raise CheckpointError(
             f"the published code has no {key}, so this checkpoint cannot be exported to it"
         )
-    if head and (why := _not_in_head(config, block, pos)):
+    if head and (why := _not_in_newer_neox(config, block, pos)):
         raise CheckpointError(f"gpt-neox {why}, so this checkpoint cannot be exported to it")
     return Shape(
         num_layers=m.num_layers,
