@@ -112,7 +112,8 @@ def flex_table(q: Tensor, k: Tensor, v: Tensor, theta_HN: Tensor) -> Tensor:
     mask = flex.causal_mask(length, length, 0, q.device)
     function = flex.function_for(q.device.type)
     size = q.shape[-1]
-    options = {"scale": size**-0.5, "kernel_options": flex.table_options(LOG, size)}
+    tables = flex.kernel_options(load("rpe"), size)  # of an embedding that always uses tables
+    options = {"scale": size**-0.5, "kernel_options": tables}
     return function(q, k, v, score_mod=score_mod, block_mask=mask, **options)
 
 

@@ -91,7 +91,7 @@ def later_losses(*runs: RunFolder) -> Iterator[str]:
             (name, row["step"]): value
             for row in run.metrics_rows()
             for name, value in row.items()
-            if any(word in name for word in COMPARED)
+            if any(word in name for word in COMPARED) and not name.endswith("_per_second")
         }
         for run in runs
     )

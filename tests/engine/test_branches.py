@@ -28,3 +28,24 @@ def test_a_branch_decays_from_a_stable_checkpoint_of_another_run(tmp_path):
     assert digest(branch) == digest(whole)
     text = call("train.py", config, *start[:2], "-o", f"save={run / 'global_step2'}", code=1)
     assert "is one checkpoint; name the folder that holds it" in text
+
+
+def test_a_stopped_branch_resumes_by_the_same_command(tmp_path):
+    keys = {"train_micro_batch_size_per_gpu": 4, "train_iters": 3, "save_interval": 2}
+    config, run = write_run_config(tmp_path / "stable", write_shards(tmp_path), **keys)
+    call("train.py", config)
+    save, whole = tmp_path / "branch", tmp_path / "unbroken"
+    options = ["-o", f"load={run / 'global_step2'}", "-o", "train_iters=6"]
+    text = call("train.py", config, *options, "-o", f"save={save}", "-o", "exit_interval=4")
+    assert f"resuming from {run / 'global_step2'}" in text and "leaving at step 4" in text
+    text = call("train.py", config, *options, "-o", f"save={save}")
+    assert f"resuming from {save / 'global_step4'}" in text
+    call("train.py", config, *options, "-o", f"save={whole}")
+    assert list(rows(save)) == [3, 4, 5, 6] and digest(save) == digest(whole)
+    other = ["-o", f"load={run / 'global_step3'}", "-o", f"save={save}"]
+    assert f"write `load: {save}` to continue" in call("train.py", config, *other, code=1)
+    gone = ["-o", f"load={run / 'global_step1'}", "-o", f"save={tmp_path / 'other'}"]
+    text = call("train.py", config, *gone, code=1)
+    assert (
+        f"load: {run / 'global_step1'} holds no checkpoint" in text and "leave `load` out" in text
+    )

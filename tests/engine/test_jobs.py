@@ -176,26 +176,6 @@ def test_finetune_starts_from_the_weights_and_a_killed_one_resumes(finished, tmp
     assert list(rows(tmp_path / "tuned")) == list(range(1, 7))
 
 
-def test_a_branch_of_a_run_goes_on_with_its_data_and_a_stopped_one_resumes(finished, tmp_path):
-    config, run, _ = finished
-    save = tmp_path / "branch"
-    options = ["-o", f"load={run / 'global_step3'}", "-o", f"save={save}", "-o", "train_iters=8"]
-    text = call("train.py", config, *options, "-o", "exit_interval=5")
-    assert f"resuming from {run / 'global_step3'}" in text and "leaving at step 5" in text
-    text = call("train.py", config, *options)
-    assert f"resuming from {save / 'global_step5'}" in text
-    whole = tmp_path / "whole"
-    call("train.py", config, *options, "-o", f"save={whole}")
-    assert list(rows(save)) == [4, 5, 6, 7, 8] and measured(save) == measured(whole)
-    text = call("train.py", config, *options, "-o", f"load={run / 'global_step6'}", code=1)
-    assert f"write `load: {save}` to continue" in text
-    gone = ["-o", f"load={run / 'global_step4'}", "-o", f"save={tmp_path / 'other'}"]
-    text = call("train.py", config, *gone, code=1)
-    assert (
-        f"load: {run / 'global_step4'} holds no checkpoint" in text and "leave `load` out" in text
-    )
-
-
 def test_another_layout_or_other_data_is_refused_with_a_way_out(finished, tmp_path, prefix):
     config, run, _ = finished
     text = call("train.py", config, "-o", "zero_optimization.stage=0", code=1)

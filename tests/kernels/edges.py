@@ -171,7 +171,7 @@ class EdgeCases:
         for inputs, message in (
             (
                 (q, k.to("meta"), v, case.pos, theta),
-                "q, k and v must be on one device, not .*, meta",
+                "k is on meta, but q on",
             ),
             ((q, k, v, case.pos, theta.to("meta")), "theta is on meta, but q on"),
         ):

@@ -119,10 +119,10 @@ def test_a_cache_with_padding_reaches_the_parts():
         cache = LayerCache(padding, window)
         for count in (290, 1):
             k, v = (torch.randn(2, 1, count, 16, generator=generator).to(DEVICE) for _ in "kv")
-            kept = cache.extend(k, v, None)
+            keys, values, _, starts_BS, offset = cache.extend(k, v, None)
         q = torch.randn(2, 4, 1, 16, generator=generator).to(DEVICE)
-        options = {"starts_BS": kept.starts_BS, "query_offset": kept.query_offset, "scale": 0.25}
-        call = Call(q, kept.k_BKSE, kept.v_BKSE, pos, theta, **options, window=window)
+        options = {"starts_BS": starts_BS, "query_offset": offset, "scale": 0.25}
+        call = Call(q, keys, values, pos, theta, **options, window=window)
         launch.LAUNCHES.clear()
         with torch.no_grad():
             got = fused(call)

@@ -33,7 +33,9 @@ def fade(groups, folder, prefix):
     keys |= {"optimizer": {"type": "Adam", "params": {"lr": 0.01}}} | VALIDATES
     start("whole", keys)
     with pytest.MonkeyPatch.context() as patch:  # ends at step 2, before the validation
-        patch.setattr(preemption, "due", lambda: (folder / "broken" / "global_step1").exists())
+        patch.setattr(
+            preemption.Preemption, "due", lambda _: (folder / "broken" / "global_step1").exists()
+        )
         start("broken", keys | {"extra_save_iters": [1]})
     for wrong in (0, 5):
         with pytest.raises(CheckpointError) as error:

@@ -122,7 +122,7 @@ def flags(monkeypatch):
                 seen.append((step.number, *found))
 
         monkeypatch.setattr(loop, "train_step", lambda *_: (torch.zeros(()), 1.0))
-        monkeypatch.setattr(preemption, "due", lambda: next(numbers) == leaves_at)
+        monkeypatch.setattr(preemption.Preemption, "due", lambda _: next(numbers) == leaves_at)
         keys = {"log_interval": 9, "eval_interval": 9, "save_interval": "null"} | keys
         given = [f"{key}={value}" for key, value in keys.items()]
         config = load_config([ROOT / "configs" / "quickstart.yml"], given)
