@@ -144,7 +144,7 @@ def check_terms(call: Call) -> None:
                 f"{name} must be {list(shape)} on {q_BHTE.device}, not {list(x.shape)} on "
                 f"{x.device}"
             )
-        if x is not None and name != "decay_BHS" and x.dtype not in (torch.int32, torch.int64):
+        if x is not None and name == "starts_BS" and x.dtype not in (torch.int32, torch.int64):
             raise AttentionError(f"{name} must be int32 or int64, not {x.dtype}")
     if call.pos.has("gate") and call.decay_BHS is None:
         raise AttentionError(f"{call.pos.name} needs decay_BHS: write decay_BHS=pos.decay(gate)")

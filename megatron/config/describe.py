@@ -1,7 +1,6 @@
 """Format a config as the text that `train.py --check` prints, and tell the user how to resume."""
 
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 from megatron.config.fields import key_of
@@ -100,6 +99,6 @@ def how_to_go_on(config: Config) -> str:
     save, load = config.checkpoint.save, config.checkpoint.load
     if not save:
         return "nothing is saved, because the config names no folder `save`"
-    if config.checkpoint.finetune or (load and Path(save).resolve() == Path(load).resolve()):
+    if load:
         return "run the same command again to go on"
     return f"run the same command with `load: {save}` to go on"

@@ -49,16 +49,15 @@ def _formula(term: Any) -> str:
 
 
 def _recipe(run: OpenRun) -> dict[str, Any]:
-    """Return a dict of the model's training settings, such as data, steps and optimizer."""
-    # `run.config` has the batch and the optimizer of inference, so both come from the checkpoint.
+    """Return a dict of the run's settings, such as data and steps; empty for an imported model."""
+    # `run.config` has the batch and the optimizer of inference, and so have imported checkpoints.
     saved: Any = run.saved  # None for a model that was never saved
-    recorded = saved.record.config if saved and saved.kind != "published" else {}
-    flat, keys = recorded or run.config.to_flat_dict(), {}
-    keys |= {name: flat[name] for name in ("data_path", "train_data_paths") if flat.get(name)}
-    if recorded:
-        keys["steps"] = f"{flat['train_iters']:,} of {flat['train_batch_size']} texts"
-        keys["optimizer"] = flat.get("optimizer")
-    names = ("lr_decay_style", "weight_decay", "precision", "seed")
+    if not saved or saved.kind != "ours":
+        return {}
+    flat = saved.record.config
+    keys = {name: flat[name] for name in ("data_path", "train_data_paths") if flat.get(name)}
+    keys["steps"] = f"{flat['train_iters']:,} of {flat['train_batch_size']} texts"
+    names = ("optimizer", "lr_decay_style", "weight_decay", "precision", "seed")
     return keys | {name: flat.get(name) for name in names}
 
 

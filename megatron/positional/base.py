@@ -37,7 +37,7 @@ from torch import Tensor
 
 from megatron.numerics import WIDE, Numerics, in_floating_point
 from megatron.positional.fixed_value import FixedValue
-from megatron.positional.theta_parameter import ThetaParameter, check_parameters
+from megatron.positional.theta_parameter import PositionalError, ThetaParameter, check_parameters
 from megatron.suggest import did_you_mean
 
 Kind = Literal["distance", "temperature", "gate", "sink", "rotary", "input", "none"]
@@ -47,10 +47,6 @@ KIND_OF: dict[str, Kind] = {
     "sink": "sink", "turn": "rotary", "table": "input",
 }  # fmt: skip
 """Maps each method that a subclass may override to the kind that uses it."""
-
-
-class PositionalError(ValueError):
-    """An embedding or an option is unknown or invalid. The error message lists the known ones."""
 
 
 class PositionalEmbedding(FixedValue):
@@ -81,7 +77,8 @@ class PositionalEmbedding(FixedValue):
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
-        check_parameters(cls.__name__, cls.parameters)
+        if not isinstance(cls.parameters, property):  # known only of an object
+            check_parameters(cls.__name__, cls.parameters)
         for method in {"bias", "weight"} & vars(cls).keys():
             setattr(cls, method, in_floating_point(vars(cls)[method]))
         # A subclass that does not set `kind` gets the kind of the method that it overrides.

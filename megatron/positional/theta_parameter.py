@@ -7,6 +7,10 @@ from typing import Any
 import torch
 
 
+class PositionalError(ValueError):
+    """An embedding or an option is unknown or invalid. The error message lists the known ones."""
+
+
 @dataclass(frozen=True)
 class ThetaParameter:
     """One parameter of a positional embedding, which has a value for each head.
@@ -23,7 +27,7 @@ class ThetaParameter:
             None means the initial value of a new model.
 
     Raises:
-        ValueError: `low` is greater than `high`.
+        PositionalError: `low` is greater than `high`.
     """
 
     name: str
@@ -38,7 +42,7 @@ class ThetaParameter:
     def __post_init__(self) -> None:
         if not self.low <= self.high:
             given = f"low={self.low:g}, high={self.high:g}"
-            raise ValueError(f"{self.name}: low must not be greater than high: {given}")
+            raise PositionalError(f"{self.name}: low must not be greater than high: {given}")
 
 
 def factor(name: str, gentle: float | None = None) -> ThetaParameter:
@@ -55,11 +59,11 @@ def check_parameters(owner: str, given: Any) -> None:
     """Check the parameters of the embedding class `owner`.
 
     Raises:
-        ValueError: They are not a tuple of `ThetaParameter` with different names.
+        PositionalError: They are not a tuple or list of `ThetaParameter` with different names.
     """
     listed = isinstance(given, Sequence) and all(isinstance(p, ThetaParameter) for p in given)
     if not listed or len({p.name for p in given}) < len(given):
-        raise ValueError(
+        raise PositionalError(
             f"{owner}: write parameters = (ThetaParameter('a', low=0.0), ...), each with a name of "
             f"its own, not {given!r}"
         )

@@ -15,7 +15,7 @@ from megatron.data.samples.split import SPLITS, split_documents
 from megatron.data.shards.joined import join, open_each
 from megatron.data.tokenizers.build import build_tokenizer
 from megatron.files import existing, why_unwritable
-from megatron.run_folder import RunFolder
+from megatron.run_folder import RunFolder, is_checkpoint
 from megatron.shipped import find
 
 _NEOX = "20B_tokenizer.json"
@@ -37,6 +37,17 @@ def readiness(config: Config) -> Iterator[Finding]:
     for key, path in folders.items():
         if path and (why := why_unwritable(existing(Path(path)))):
             yield True, f"{key}: {path}: {existing(Path(path))} {why}; write another folder"
+    if config.training.train_iters and lacks_checkpoint(config):
+        yield True, f"load: {config.checkpoint.load}: holds no checkpoint; name a run's folder"
+
+
+def lacks_checkpoint(config: Config) -> bool:
+    """Return whether `load` is another folder than `save`, and neither has a checkpoint."""
+    names = {name for name in (config.checkpoint.load, config.checkpoint.save) if name}
+    folders = {Path(name).resolve() for name in names}
+    if not config.checkpoint.load or folders == {Path(config.checkpoint.save or "").resolve()}:
+        return False
+    return not any(is_checkpoint(path) or RunFolder(path).latest.exists() for path in folders)
 
 
 def _text(config: Config) -> Iterator[Finding]:

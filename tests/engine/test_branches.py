@@ -38,7 +38,8 @@ def test_a_stopped_branch_resumes_by_the_same_command(tmp_path):
     options = ["-o", f"load={run / 'global_step2'}", "-o", "train_iters=6"]
     text = call("train.py", config, *options, "-o", f"save={save}", "-o", "exit_interval=4")
     assert f"resuming from {run / 'global_step2'}" in text and "leaving at step 4" in text
-    text = call("train.py", config, *options, "-o", f"save={save}")
+    again = ["-o", f"load={run}/./global_step2/", *options[2:]]
+    text = call("train.py", config, *again, "-o", f"save={save}")
     assert f"resuming from {save / 'global_step4'}" in text
     call("train.py", config, *options, "-o", f"save={whole}")
     assert list(rows(save)) == [3, 4, 5, 6] and digest(save) == digest(whole)

@@ -79,7 +79,7 @@ def test_cards_of_other_models(tmp_path):
         made.model.float()
         export(made, folder)
         text = (folder / "README.md").read_text()
-        assert part in text and "license: unknown\n" in text
+        assert part in text and "license: unknown\n" in text and "recipe" not in text
         own = (folder / "modeling_kerple.py").exists()
         assert (
             ("trust_remote_code=True" in text) == own == ("sink" in pos_emb)

@@ -124,6 +124,7 @@ def test_a_small_disk_and_folders_that_cannot_be_written_are_named(tmp_path):
         "save: /proc/x: /proc cannot be written, No such file or directory; write another folder",
         f"tensorboard_dir: file/b: {tmp_path}/file cannot be written, Not a directory; write "
         "another folder",
+        "load: runs/quickstart: holds no checkpoint; name a run's folder",
     ]
 
 
@@ -170,3 +171,13 @@ def test_a_large_shape_with_the_rate_of_a_small_one_is_doubted():
     config = load_config([CONFIGS / f for f in llama], ["train_batch_size=64"], world_size=64)
     notes = describe(config).partition("\nnotes\n")[2]
     assert line in notes
+
+
+def test_a_load_without_a_checkpoint_is_a_problem(tmp_path):
+    text = f"load: {tmp_path / 'typo'}: holds no checkpoint; name a run's folder"
+    keys = {"save": tmp_path / "new", "load": tmp_path / "typo", "save_interval": 1400}
+    assert text in problems("quickstart.yml", **keys)
+    assert text not in problems("quickstart.yml", **keys | {"load": f"{tmp_path}/./new"})
+    (tmp_path / "new").mkdir()
+    (tmp_path / "new" / "latest").write_text("global_step1")  # a branch that goes on
+    assert text not in problems("quickstart.yml", **keys)

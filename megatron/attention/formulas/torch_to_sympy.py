@@ -54,7 +54,7 @@ class Reader:
         # The value of a node of the graph is a sympy expression (the same for all heads and
         # distances), a tensor of indices of theta's columns, several of these, or a plain value.
         values: dict[Any, Any] = {}
-        columns = torch.arange(len(self.theta)).expand(HEADS, -1)
+        columns = torch.arange(len(self.theta)).repeat(HEADS, 1)
         inputs = iter((columns, self.distance, self.position))
         for node in graph.graph.nodes:
             if node.op == "placeholder":
@@ -93,7 +93,10 @@ class Reader:
         name = getattr(target, "__name__", str(target)).split(".")[0]
         name = name.removeprefix("logical_").removeprefix("bitwise_")
         if isinstance(args[0], Tensor | tuple | list) and name in SAME | PARTS:
-            return target(*args, **kwargs)
+            try:
+                return target(*args, **kwargs)
+            except (RuntimeError, IndexError) as error:  # theta has other strides, or fewer rows
+                raise Unreadable(f"the operation {name} of theta's columns: {error}") from error
         if name in SAME:
             return args[0]
         table = elementary()

@@ -133,7 +133,8 @@ def _decide(
         raise CheckpointError(f"save: {save} is one checkpoint; name the folder that holds it")
     if load and trains and saved and saved.kind == "ours":
         # the same command again: the run in `save` began from this `load`
-        continues |= saved.record.config.get("load") == c.load
+        before = saved.record.config.get("load")
+        continues |= before is not None and Path(before).resolve() == load.resolve()
     if saved and c.finetune and trains:
         return Start(fresh, f"resuming the finetuning from {saved.path}", saved, resumes=True)
     loaded = saved if continues else usable(load)

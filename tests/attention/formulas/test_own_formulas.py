@@ -138,10 +138,8 @@ def test_positions_that_nothing_reads():
         theta = pos.initial_theta(4).double()
         moved = attend(q, k, v, pos, theta, positions_BT=positions)
         assert not torch.allclose(moved, attend(q, k, v, pos, theta)), name
-        with pytest.raises(
-            AttentionError, match="positions_BT must be int32 or int64, not torch.f"
-        ):
-            attend(q, k, v, pos, theta, positions_BT=positions.double())
+        same = attend(q, k, v, pos, theta, positions_BT=positions.double())
+        torch.testing.assert_close(same, moved)
 
 
 def test_a_decay_works_with_every_embedding():
@@ -201,3 +199,36 @@ def test_missing_and_undeclared_parameters():
         attend(q, k, v, Raw())
     with pytest.raises(AttentionError, match=r"Raw needs theta \[heads, 1\], got none"):
         score_mod_of(Raw(), None, length=16)
+
+
+class Flattened(PositionalEmbedding):
+    """b(d) = -a log(1 + c d), with theta read as one flat tensor."""
+
+    parameters = (ThetaParameter("a", low=0.01), ThetaParameter("c", low=0.01))
+
+    def bias(self, theta_HN, d):
+        a, c = theta_HN.flatten().view(-1, 2, *[1] * d.dim()).unbind(1)
+        return -a * torch.log1p(c * d)
+
+
+class Strided(Flattened):
+    """The same formula, with every second number of the flat tensor."""
+
+    def bias(self, theta_HN, d):
+        a, c = (theta_HN.reshape(-1)[n::2].view(-1, *[1] * d.dim()) for n in (0, 1))
+        return -a * torch.log1p(c * d)
+
+
+@pytest.mark.parametrize("kind", [Flattened, Strided])
+def test_a_formula_may_read_theta_as_one_flat_tensor(kind):
+    q, k, v = inputs()
+    theta = torch.tensor([[0.3, 0.9], [0.5, 0.2], [1.0, 1.5], [0.1, 2.0]], dtype=torch.float64)
+    a, c = theta[:, :, None, None].unbind(1)
+    truth = written_out(q, k, v, -a * torch.log1p(c * distances()))
+    for backend in BACKENDS:
+        torch.testing.assert_close(attend(q, k, v, kind(), theta, backend=backend), truth)
+
+
+def test_parameters_may_be_a_property():
+    columns = property(lambda _: (ThetaParameter("a", low=0.0),))
+    assert type("Later", (Raw,), {"parameters": columns})().initial_theta(2).shape == (2, 1)
