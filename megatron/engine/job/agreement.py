@@ -82,7 +82,7 @@ def seen_by_all(look: Callable[[], Seen], folder: Path, groups: Groups) -> Seen:
         if over:
             raise CheckpointError(
                 f"{folder} is not the same folder everywhere: rank {other[0]} on "
-                f"{views[other[0]][0]} does not see in it what rank 0 on {main} sees; name a "
+                f"{views[other[0]][0]} sees other files in it than rank 0 on {main}; name a "
                 "folder that all machines share"
             )
         time.sleep(1)
