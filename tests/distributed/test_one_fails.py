@@ -75,7 +75,7 @@ CASES = {
     ),
     "it sees another disk": (
         lambda folder: {rank: {"folder": folder / str(rank)} for rank in (0, 1)},
-        r"rank 0 on HOST: error: runs is not the same folder everywhere: rank 1 on HOST does not "
+        r"rank 0 on HOST: error: runs is not the same folder everywhere: rank 1 on HOST "
         r"sees other files in it than rank 0 on HOST.*",
         [1, 1],
     ),
