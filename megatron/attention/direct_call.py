@@ -77,7 +77,7 @@ def attend(
 
     Raises:
         AttentionError: The inputs do not fit together, or the backend does not support them.
-        TypeError: There is no such argument. For those of similar functions, the error says what to
+        TypeError: An argument is unknown. If similar functions have it, the error says what to
             write instead.
     """
     _check_kinds(pos, unknown)

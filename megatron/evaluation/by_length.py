@@ -236,7 +236,7 @@ def draw_kernels(
     Args:
         trained_HN: The learned parameters [heads, parameters per head]; None if there are none.
         step: The optimizer steps that the model was trained for.
-        few: Whether to plot the first, the middle and the last kernel of more than three.
+        few: Whether to plot at most three kernels: the first, the middle and the last.
 
     Returns:
         The files.

@@ -205,7 +205,7 @@ def read_table(path: Path) -> Frame:
 
 
 def share_done(cell: Cell) -> float:
-    """Return the share of its training steps that a run of a grid has taken, from 0 to 1."""
+    """Return how much of its training the run of a cell has done, as a share of its steps."""
     record = Record.read(cell.folder)
     steps = record.config.get("train_iters") if record else None
     if not isinstance(steps, int) or steps < 1:

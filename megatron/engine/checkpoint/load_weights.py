@@ -106,7 +106,7 @@ def _free(change: ChangedPositions | None) -> tuple[str, ...]:
 def _without_replaced(
     shapes: dict[str, tuple[int, ...]], weights: Weights, change: ChangedPositions
 ) -> tuple[dict[str, tuple[int, ...]], Weights]:
-    """Remove the weights of positional embeddings that change from `shapes` and `weights`.
+    """Return `shapes` and `weights` without the positional embeddings that change.
 
     Returns:
         (shapes of the remaining parameters, remaining weights).
