@@ -205,7 +205,7 @@ def compile_all(wanted: list[Variant], jobs: int) -> Iterator[tuple[Variant, Row
     # One thread for each process: threads of torch do not survive a fork, and would be waited for.
     with ProcessPoolExecutor(jobs, initializer=torch.set_num_threads, initargs=(1,)) as pool:
         for variant, row in zip(wanted, pool.map(build, wanted), strict=True):
-            print(",".join(str(value) for value in astuple(row)), flush=True)
+            print(f"{row.name}: {row.registers} registers, {row.spilled} spilled", flush=True)
             yield variant, row
 
 
