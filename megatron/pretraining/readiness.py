@@ -43,9 +43,9 @@ def readiness(config: Config) -> Iterator[Finding]:
 
 def lacks_checkpoint(config: Config) -> bool:
     """Return whether `load` is another folder than `save`, and neither has a checkpoint."""
-    names = {name for name in (config.checkpoint.load, config.checkpoint.save) if name}
-    folders = {Path(name).resolve() for name in names}
-    if not config.checkpoint.load or folders == {Path(config.checkpoint.save or "").resolve()}:
+    save, load = config.checkpoint.save, config.checkpoint.load
+    folders = {Path(name).resolve() for name in (save, load) if name}
+    if not load or (save and len(folders) == 1):
         return False
     return not any(is_checkpoint(path) or RunFolder(path).latest.exists() for path in folders)
 

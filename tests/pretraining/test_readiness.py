@@ -178,6 +178,9 @@ def test_a_load_without_a_checkpoint_is_a_problem(tmp_path):
     keys = {"save": tmp_path / "new", "load": tmp_path / "typo", "save_interval": 1400}
     assert text in problems("quickstart.yml", **keys)
     assert text not in problems("quickstart.yml", **keys | {"load": f"{tmp_path}/./new"})
+    assert any(
+        line.startswith("load: .: ") for line in problems("quickstart.yml", save="null", load=".")
+    )
     (tmp_path / "new").mkdir()
     (tmp_path / "new" / "latest").write_text("global_step1")  # a branch that goes on
     assert text not in problems("quickstart.yml", **keys)
