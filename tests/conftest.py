@@ -133,7 +133,7 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Iterator[None]:
-    """Leave out what was imported and collected of all later searches for garbage.
+    """Exclude imported modules and collected tests from later garbage collections.
 
     DeepSpeed starts many, and each would take half a second.
     """

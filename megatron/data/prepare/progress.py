@@ -14,8 +14,8 @@ LISTED = 10
 def progress_bar(total: int, label: str) -> Iterator[Callable[[int], None]]:
     """Provide a function that shows on stderr how many bytes of the inputs have been processed.
 
-    The bar appears when the function is first called. It shows what has been read, the bytes read
-    per second, and the time left.
+    The first call of the function shows the bar: the bytes read so far, the bytes per second, and
+    the time left.
 
     Args:
         total: The number of bytes of all inputs, or 0 if it is unknown.
