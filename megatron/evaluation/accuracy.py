@@ -111,7 +111,7 @@ def evaluate_task(
     if model.groups.is_main:
         what = scaled(f"Accuracy in {task.name}", model.config)
         lengths = f"{task.min_length} to {task.max_length}"
-        title = picture_title(what, model.pos.name, model.config, model.step, lengths)
+        title = picture_title(what, model.module.pos.name, model.config, model.step, lengths)
         about = measured_with(model.config, model.step)
         say(write_accuracy(rows, task, run_dir, title, about))
     return rows

@@ -7,15 +7,16 @@
 
 Here tokens is the number of target tokens, and bytes the number of their UTF-8 bytes. Each token is
 predicted from all earlier tokens of its sequence. Sequences do not overlap, and all lengths are
-measured on the same text. Two baselines measure the same model with short contexts of c tokens. The
-first splits the text into sequences of c tokens, so that each token has 1 ... c predecessors. The
-second scores single tokens that have exactly c predecessors.
+measured on the same text. Three baselines measure the same model with short contexts of c tokens.
+The first splits the text into sequences of c tokens, so that each token has 1 ... c predecessors.
+The second scores single tokens that have exactly c predecessors. The third, the windowed twin,
+limits each layer to the last c tokens of the longest sequences.
 """
 
 import math
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -41,6 +42,7 @@ from megatron.evaluation.perplexity_statistics import (
     scaled,
     summarise,
 )
+from megatron.model.block import limited_window
 from megatron.model.theta import columns_of, trained_theta
 from megatron.parallel.groups import Groups
 from megatron.positional import PositionalEmbedding
@@ -142,7 +144,7 @@ def evaluate_checkpoint(
         parts = [theta.detach().float().cpu() for theta in model.theta_parts]
         theta_HN = trained_theta(model.pos, parts) if parts else None
         step = run.saved.step
-        measured = MeasuredModel(config, groups, model, model.pos, run.tokenizer, theta_HN, step)
+        measured = MeasuredModel(config, groups, model, model, run.tokenizer, theta_HN, step)
         return evaluate_lengths(measured, text, out or load, say)
 
 
@@ -164,7 +166,7 @@ def evaluate_lengths(
     # The text is the split `eval_split`.
     if isinstance(text, Task):
         return evaluate_task(model, text, run_dir, say)
-    config, groups = model.config, model.groups
+    config, groups, pos = model.config, model.groups, model.module.pos
     chosen, lengths = config.evaluation, sorted(set(config.evaluation.eval_lengths))
     measurement, span = measurement_of(
         config, groups, model.loss_fn, model.tokenizer, text, chosen.eval_tokens
@@ -172,20 +174,23 @@ def evaluate_lengths(
     results = measurement.at_lengths(lengths, say)
     baselines: dict[str, LengthResult] = {}
     if context := chosen.eval_context_baseline:
+        with limited_window(model.module, context):
+            twin = replace(measurement.at_length(max(lengths)), length=context)
         baselines = {
             f"the text cut into pieces of {context} tokens": measurement.at_length(context),
             f"the {context} tokens before each scored one": measurement.with_context(
                 context, length=max(lengths), targets=max(1, span // context)
             ),
+            f"the last {context} tokens in each layer, of {max(lengths):,}": twin,
         }
     if groups.is_main:
         train_length = config.model.seq_length
         what = scaled("Perplexity by length", config)
-        title = length_report.picture_title(what, model.pos.name, config, model.step)
+        title = length_report.picture_title(what, pos.name, config, model.step)
         shown = results, run_dir, train_length, baselines, title
         say(length_report.write_extrapolation(*shown, measured_with(config, model.step)))
-        if model.pos.has("distance"):
-            draw_kernels(model.pos, model.theta_HN, config, run_dir, model.step)
+        if pos.has("distance"):
+            draw_kernels(pos, model.theta_HN, config, run_dir, model.step)
         say(f"written to {run_dir}: {RunFolder(run_dir).extrapolation.name} and pictures")
     return results
 
@@ -213,7 +218,9 @@ def measurement_of(
         )
     measurement = Measurement(
         loss_fn,
-        lambda length: eval_sequences(text.shards, documents, length, span),
+        lambda length: eval_sequences(
+            text.shards, documents, length, min(span, length * (chosen.eval_sequences or span))
+        ),
         tokenizer.token_bytes,
         chosen.eval_batch_tokens,
         groups,

@@ -9,10 +9,10 @@ import torch
 from megatron import preemption
 from megatron.config import Config
 from megatron.data.tokenizers.base import Tokenizer
+from megatron.engine.local_model import Model
 from megatron.engine.training.batches import on_device
 from megatron.engine.training.pipeline_engine import LossFn, never_compiled
 from megatron.parallel.groups import Groups
-from megatron.positional import PositionalEmbedding
 
 
 @dataclass(frozen=True)
@@ -23,17 +23,17 @@ class MeasuredModel:
         config: The configuration. Its section `evaluation` selects what is measured.
         groups: The job's process groups.
         loss_fn: The function that returns the loss of each target token, or logits without targets.
-        pos: The model's positional embedding.
+        module: The model, or the shard of it that this rank holds.
         tokenizer: The tokenizer with which the text was made.
-        theta_HN: The learned parameters of `pos` [heads, parameters per head], in fp32; None if
-            there are none.
+        theta_HN: The learned parameters of the positional embedding, fp32 [heads, parameters per
+            head]; None if there are none.
         step: The number of optimizer steps that the model was trained for.
     """
 
     config: Config
     groups: Groups
     loss_fn: Callable[..., torch.Tensor]
-    pos: PositionalEmbedding
+    module: Model
     tokenizer: Tokenizer
     theta_HN: torch.Tensor | None
     step: int = 0

@@ -290,7 +290,7 @@ class Job:
         self.engine.eval()
         scale_distances(self.model, self.config.evaluation.eval_distance_scale)
         model = MeasuredModel(
-            self.config, self.groups, loss_function(self.engine, self.groups), self.model.pos,
+            self.config, self.groups, loss_function(self.engine, self.groups), self.model,
             self.data.tokenizer, self.theta.master_of_all_heads(), self.progress.step,
         )  # fmt: skip
         evaluate_lengths(model, self.data.text, self.run_dir, log.line)

@@ -18,6 +18,7 @@ from megatron.engine.open_text import open_text
 from megatron.evaluation import accuracy, by_length
 from megatron.evaluation.accuracy import Accuracy, write_accuracy
 from megatron.evaluation.by_length import draw_kernels, evaluate_checkpoint, measurement_of
+from megatron.model.block import SelfAttention
 from megatron.parallel.groups import build_groups
 from megatron.positional import load
 from megatron.positional.combination import PerLayer
@@ -28,14 +29,25 @@ CPU = build_groups(torch.device("cpu"))
 KEYS = {"eval_lengths": [32, 16], "eval_tokens": 128, "train_batch_size": 8}
 
 
-class Model:
+class Layer(SelfAttention):
+    """An attention layer with nothing but a window."""
+
+    def __init__(self):
+        torch.nn.Module.__init__(self)
+        self.window = None
+
+
+class Model(torch.nn.Module):
     """A model whose loss at each target is 1, plus 1 / (number of tokens that it sees)."""
 
     def __init__(self, pos, parts=()):
-        self.pos, self.theta_parts = load(pos), list(parts)
+        super().__init__()
+        self.pos, self.theta_parts, self.layer = load(pos), list(parts), Layer()
 
-    def __call__(self, inputs, targets):
+    def forward(self, inputs, targets):
         seen = torch.arange(1, inputs.shape[1] + 1)
+        if self.layer.window is not None:
+            seen = seen.clamp(max=self.layer.window + 1)
         return 1 + (1 / seen).expand(inputs.shape)
 
 
@@ -98,16 +110,28 @@ def test_without_a_folder_the_run_gets_the_files_and_only_distances_have_kernels
 
 
 def test_baselines_see_fewer_tokens(evaluate):
-    """128 targets / 4 tokens: at most 32 windows of exactly 4 tokens, whose loss is 1 + 1/4."""
+    """128 targets / 4 tokens: at most 32 windows of exactly 4 tokens, whose loss is 1 + 1/4.
+
+    The windowed twin reads 4 sequences of 32 tokens: 28 of its 32 targets see only 4 tokens.
+    """
     _, folder, _ = evaluate(eval_context_baseline=4)
     table = pd.read_csv(folder / "context_baseline.csv", index_col="baseline")
-    pieces, windows = table.index
+    pieces, windows, twin = table.index
     assert pieces == "the text cut into pieces of 4 tokens"
     assert windows == "the 4 tokens before each scored one"
+    assert twin == "the last 4 tokens in each layer, of 32"
     assert table.loss[pieces] == pytest.approx(harmonic(4), rel=1e-6)
     assert table.loss[windows] == pytest.approx(1.25, rel=1e-6)
+    assert table.loss[twin] == pytest.approx((4 * harmonic(4) + 28 * 1.25) / 32, rel=1e-6)
     # 4 sequences of 33 tokens have 29 windows each; every (116 // 32)-th is read.
-    assert table.sequences[[pieces, windows]].tolist() == [32, 39]
+    assert table.sequences.tolist() == [32, 39, 4]
+    assert set(table.context) == {4}
+
+
+def test_every_length_may_read_the_same_number_of_sequences(evaluate):
+    _, folder, _ = evaluate(eval_sequences=3)
+    table = pd.read_csv(folder / "extrapolation.csv")
+    assert table.length.tolist() == [16, 32] and table.sequences.tolist() == [3, 3]
 
 
 def test_a_split_that_is_too_short_is_an_error(tmp_path):
@@ -216,7 +240,7 @@ def test_the_title_of_the_accuracy(tmp_path, monkeypatch, scale, title):
         eval_distance_scale=scale,
     )  # fmt: skip
     measured = SimpleNamespace(
-        loss_fn=None, config=load_config([config]), groups=CPU, pos=load("alibi"), step=3
+        loss_fn=None, config=load_config([config]), groups=CPU, module=Model("alibi"), step=3
     )
     said: list[str] = []
     accuracy.evaluate_task(measured, COPY, tmp_path, said.append)

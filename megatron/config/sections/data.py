@@ -57,6 +57,8 @@ class EvaluationConfig(Section):
     eval_lengths: Lengths = ()  # sequence lengths to measure; of a length task, its lengths
     eval_lengths_interval: Count = 0  # steps between measurements during training; 0 = none
     eval_tokens: Positive = 65536  # number of predicted tokens for each length
+    # largest number of sequences of each length (the paper: 320); 0 = all of `eval_tokens`
+    eval_sequences: Count = 0
     eval_examples: Positive = 500  # number of examples of a length task for each length
     eval_context_baseline: Count = 0  # context length of a baseline evaluation; 0 = no baseline
     # the split that is measured

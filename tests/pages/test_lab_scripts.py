@@ -1,0 +1,84 @@
+"""Test the tables of the lab's scripts by hand: seconds per step, and the study of recipes."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from types import SimpleNamespace
+
+import pandas as pd
+import pytest
+
+from megatron.files import write_text
+from megatron.run_folder import RunFolder
+from tests.helpers.paths import GRIDS, ROOT
+from tools.experiments.grid import read_grid
+
+GRID = next(path for path in GRIDS if path.name == "seconds_per_step.yml")
+
+
+def script(name):
+    """Return a script of docs/lab as a module; docs/lab is no package."""
+    spec = importlib.util.spec_from_file_location(name, ROOT / "docs" / "lab" / f"{name}.py")
+    assert spec and spec.loader
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_the_seconds_are_the_median_after_the_warm_up(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    for cell in read_grid(GRID).cells:
+        name, seconds = cell.axes["embedding"], [9.0, 9.0, 0.4, 0.2, 0.3]
+        if name == "rpe":
+            seconds = [9.0, 9.0, 0.5, 0.7, 0.6]
+        if name == "rotary":
+            seconds = [9.0]
+        rows = [
+            {"step": 10 * (n + 1), "train/seconds_per_step": each} for n, each in enumerate(seconds)
+        ]
+        cell.folder.mkdir(parents=True)
+        lines = "\n".join(json.dumps(row) for row in [{"step": 30, "final/loss": 1.0}, *rows])
+        write_text(RunFolder(cell.folder).metrics, lines + "\n")
+    assert script("seconds_per_step").main([str(GRID), "--out", "out"]) == 0
+    table = pd.read_csv("out/seconds_per_step.csv", index_col="embedding")
+    assert "rotary" not in table.index and len(table) == 9
+    assert table.seconds["kerple_log"] == 0.3 and table.seconds["rpe"] == 0.6
+    assert table.ratio["rpe"] == 2 and table.paper_ratio["rpe"] == pytest.approx(1.107, abs=1e-3)
+    assert "rotary has no step after step 20" in capsys.readouterr().err
+
+
+def test_without_the_reference_there_are_no_ratios(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert script("seconds_per_step").main([str(GRID), "--out", "out"]) == 1
+    assert "kerple_log, to which the ratios refer, was not measured" in capsys.readouterr().err
+
+
+def test_a_row_of_the_study_is_what_the_plan_defines(tmp_path):
+    """Gain 0.02 of a headroom of 0.05 is a share of 40%; 9 / 10 - 1 is a change of -10%."""
+    recipe = script("recipe")
+    pointer = {
+        "documents": 30, "taken": 0.02, "taken_low": 0.01, "taken_high": 0.03, "value": 0.05,
+        "low": 0.04, "high": 0.06, "alone": 0.08, "share_low": 0.2, "share_high": 0.6,
+    }  # fmt: skip
+    measures = {
+        "pointer": {"rows": [pointer]},
+        "by_length": {"rows": [{"length": 128, "value": 10.0}, {"length": 2048, "value": 9.0}]},
+        "copy": {"answer": "a"}, "induction": {"answer": "b"}, "windowed_twin": {"answer": "helps"},
+    }  # fmt: skip
+    cell = SimpleNamespace(
+        folder=tmp_path, axes={"recipe": "short"}, seed=7,
+        config=lambda: SimpleNamespace(model=SimpleNamespace(seq_length=128)),
+    )  # fmt: skip
+    file = recipe.measured(cell)
+    file.parent.mkdir(parents=True)
+    file.write_text(json.dumps({"measures": measures}))
+    recipe.measure(cell)  # has a report, so it is not measured again
+    found = recipe.row(cell)
+    assert (found["recipe"], found["seed"], found["W"]) == ("short", 7, 128)
+    assert found["share"] == pytest.approx(0.4) and found["change"] == pytest.approx(-0.1)
+    assert (found["gain"], found["headroom"], found["headroom_alone"]) == (0.02, 0.05, 0.08)
+    table = pd.DataFrame([found, found | {"share_low": None, "share_high": None}])
+    with_interval, without = recipe.shares(table)
+    assert with_interval == ("short 7", pytest.approx(0.4), 0.2, 0.6)
+    assert without == ("short 7", *[pytest.approx(0.4)] * 3)
