@@ -1,8 +1,9 @@
-"""Adapt this process to the processor: how its threads wait, and which memory it keeps.
+"""Choose how long this process's threads spin while they wait, and keep freed memory for reuse.
 
 Between two operations of torch, OpenMP's threads spin for a while before they sleep. On an idle
-machine, a training step is faster if they spin for long. Beside a busy program, it is then half as
-fast (docs/lab/performance.md), because threads that spin take the processor from threads that work.
+machine, a long spin makes a training step faster. If another program keeps the processors busy, a
+long spin makes a training step half as fast (docs/lab/performance.md), because spinning threads use
+processor time that working threads need.
 """
 
 import ctypes
@@ -19,10 +20,11 @@ _chosen: list[str] = []
 
 
 def choose_waiting() -> None:
-    """Choose how long threads spin, by the machine's load, unless the environment says it.
+    """Choose how long OpenMP's waiting threads spin, depending on the load of the machine.
 
-    This must run before torch is imported, because its OpenMP library (GCC's) reads the variables
-    then.
+    The choice is stored in environment variables. If the user has already set one of these
+    variables, nothing is changed. Call this function before torch is imported, because GCC's OpenMP
+    library reads the variables during that import.
     """
     if VARIABLES & set(os.environ):
         return
@@ -32,7 +34,7 @@ def choose_waiting() -> None:
 
 
 def described_waiting() -> str:
-    """Return a text for the log: how this process's threads wait, and why in this way."""
+    """Return a text for the log that describes how this process's threads wait, and why."""
     values = (f"{name}={os.environ[name]}" for name in sorted(VARIABLES) if name in os.environ)
     return (
         f"{', '.join(values) or 'default'} ({_chosen[0] if _chosen else 'as the environment says'})"
@@ -40,9 +42,10 @@ def described_waiting() -> str:
 
 
 def waiting_of_children(count: int) -> dict[str, str]:
-    """Return the environment variables for `count` training processes that run at one time.
+    """Return environment variables for `count` training processes that run at the same time.
 
-    Several processes must not spin for long, because they share the machine.
+    The variables make the threads of these processes spin only briefly, because the processes share
+    the machine.
     """
     return {"GOMP_SPINCOUNT": str(SHORT_SPIN)} if _chosen and count > 1 else {}
 
@@ -50,9 +53,9 @@ def waiting_of_children(count: int) -> dict[str, str]:
 def keep_memory() -> None:
     """Let the process keep freed memory, instead of returning it to the system.
 
-    The next training step then reuses this memory, without a page fault for every 4 kB. The peak
-    memory stays the same. The function sets two thresholds of glibc's `malloc` to their largest
-    values. It does nothing with other C libraries.
+    The next training step then reuses this memory without page faults, which otherwise occur for
+    every 4 kB. The peak memory stays the same. The function sets two thresholds of glibc's `malloc`
+    to their largest values. With other C libraries, the function does nothing.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:
@@ -62,10 +65,11 @@ def keep_memory() -> None:
 
 
 def spin_count(running: int | None, processors: int) -> tuple[int, str]:
-    """Return the number of spins and the reason.
+    """Return the number of spins of a waiting thread, and a text with the reason for this number.
 
     Args:
         running: The number of other threads that run on this machine, or None if it is unknown.
+        processors: The number of processors of this machine.
     """
     if running is None:  # so `sched_getaffinity` may be missing, too
         return SHORT_SPIN, "the load of this machine is unknown"
@@ -78,7 +82,13 @@ def spin_count(running: int | None, processors: int) -> tuple[int, str]:
 
 
 def running_threads(source: Path = Path("/proc/loadavg")) -> int | None:
-    """Return how many threads run or wait for a processor, this one not counted, or None."""
+    """Return how many other threads of this machine run or wait for a processor.
+
+    If the number is unknown, return None.
+
+    Args:
+        source: The file to read, in the format of Linux's `/proc/loadavg`.
+    """
     counts = []
     for _ in range(SAMPLES):
         try:
@@ -90,7 +100,12 @@ def running_threads(source: Path = Path("/proc/loadavg")) -> int | None:
 
 
 def is_limited(threads: int, source: Path = Path("/sys/fs/cgroup/cpu.max")) -> bool:
-    """Return whether a control group gives this process less time than `threads` can use."""
+    """Return whether a control group (cgroup) allows this process fewer than `threads` processors.
+
+    Args:
+        threads: The number of threads.
+        source: The file with the limit, in the format of Linux's `cpu.max`.
+    """
     try:
         quota, period = source.read_text().split()
     except (OSError, ValueError):

@@ -1,4 +1,4 @@
-"""List the files of `positional/` that are no embeddings, and other names of embeddings."""
+"""List other names (aliases) of positional embeddings, and the files that define no embedding."""
 
 OTHERS = {"base", "combination", "fixed_value", "hidden_layer", "theta_bounds", "theta_parameter"}
 """The files of `megatron/positional` that define no embedding."""

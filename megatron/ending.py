@@ -1,4 +1,4 @@
-"""End a process at once, without waiting for its threads, or end all processes of its job."""
+"""End a process at once, without waiting for its threads, or end all processes of a job."""
 
 import os
 import threading
@@ -19,12 +19,12 @@ END_JOB: list[Callable[..., NoReturn]] = []
 
 
 def end_job_of_this_process(text: str, *, code: int, ends_all: bool = False) -> None:
-    """End all processes of this job with an error message. Do nothing outside of a job.
+    """End all processes of this job with an error message. Without a job, do nothing.
 
     Args:
-        text: The message, which is printed.
+        text: The error message to print.
         code: The exit code of this process.
-        ends_all: Whether the other processes also end with this exit code. If not, they end with 1.
+        ends_all: Whether the other processes also exit with `code`. If not, their exit code is 1.
     """
     # A job is several processes that a launcher such as torchrun started together.
     if END_JOB and is_member():
@@ -38,7 +38,7 @@ def is_member() -> bool:
 
 
 def end_now(code: int) -> NoReturn:
-    """Release what other processes wait for, then end this process.
+    """End this process at once. Before that, release what other processes wait for.
 
     Args:
         code: The exit code.

@@ -38,7 +38,15 @@ NEEDED = ("pydantic", "yaml", "numpy", "torch", "deepspeed")
 
 
 def say_what_is_missing(kind: type, error: BaseException, trace: "TracebackType | None") -> None:
-    """Print an uncaught error. For a missing package, print only how to install it."""
+    """Print how to install a missing package. Print any other uncaught error with its traceback.
+
+    Python calls this function for uncaught errors (`sys.excepthook`).
+
+    Args:
+        kind: The class of the error.
+        error: The error.
+        trace: The traceback of the error.
+    """
     # Only for the packages in `NEEDED`.
     if isinstance(error, ModuleNotFoundError) and error.name in NEEDED:
         print(
@@ -61,7 +69,7 @@ INTERRUPTED = 130
 
 
 def run(main: "Callable[[], int]") -> "NoReturn":
-    """Call `main` and exit with the code that it returns."""
+    """Call `main`, and exit with the exit code that `main` returns."""
     # If the reader of stdout has exited, as in `train.py CONFIG --check | head -1`, the command
     # exits with the code `NOBODY_READS` (141) and prints no traceback. The signal SIGPIPE stays
     # ignored, as is Python's default. Otherwise any broken network connection would kill a training
@@ -106,12 +114,13 @@ def refuse(text: str, code: int) -> "NoReturn":
 
 
 def reports(*known: "type[Exception]") -> "Callable[[Callable[..., int]], Callable[..., int]]":
-    """Return a decorator that makes `main` print expected errors without a traceback.
+    """Return a decorator for `main` functions that prints expected errors without a traceback.
 
-    The decorated `main` prints `error: MESSAGE` and returns exit code 1.
+    If the decorated function raises an expected error, it prints `error: MESSAGE` and returns exit
+    code 1.
 
     Args:
-        known: The expected errors, apart from OSError and UserError.
+        known: The classes of expected errors. OSError and UserError are always expected.
     """
     # A BrokenPipeError is raised again, because `run` handles it.
 
@@ -146,7 +155,9 @@ def number(
     """Return a function that converts text to a number from `low` to `high`, for argparse.
 
     Args:
-        kind: `int` or `float`.
+        kind: The type of the number, `int` or `float`.
+        low: The smallest valid number.
+        high: The largest valid number. By default, every finite number from `low` is valid.
     """
 
     def read(text: str) -> float:
@@ -160,7 +171,7 @@ def number(
 
 
 def assignment(text: str) -> "tuple[str, str]":
-    """Return the name and the value of the text `NAME=VALUE`, for argparse."""
+    """Split the text `NAME=VALUE` into the name and the value, for argparse."""
     name, equals, value = text.partition("=")
     if not equals:
         raise argparse.ArgumentTypeError(f"{text}: write NAME=VALUE")

@@ -2,4 +2,4 @@
 
 
 class UserError(Exception):
-    """A command prints this error as one message, without a traceback."""
+    """An error that the user can correct. Commands print its message without a traceback."""

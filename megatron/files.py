@@ -1,4 +1,7 @@
-"""Write files atomically (to a temporary name, flushed to disk, then renamed); parse JSON."""
+"""Write files atomically, read files of unknown origin, and parse JSON.
+
+An atomic write creates a temporary file, flushes it to disk, and then renames it.
+"""
 
 import json
 import os
@@ -16,7 +19,7 @@ _GROWTH = 1 << 16
 
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """Yield a temporary path to write. When the `with` block ends, rename that file to `path`.
+    """Yield a temporary path to write. At the end of the `with` block, rename that file to `path`.
 
     If the block raises an exception, `path` is left unchanged and the temporary file is removed.
     """
@@ -33,7 +36,7 @@ def replacing(path: Path) -> Iterator[Path]:
 
 @contextmanager
 def naming(path: Path) -> Iterator[None]:
-    """Add `path` to an OSError of the `with` block if the error names no file."""
+    """Name `path` in an OSError that the `with` block raises without a file name."""
     try:
         yield
     except OSError as error:
@@ -54,10 +57,10 @@ def write_bytes(path: Path, content: bytes) -> None:
 
 
 def replace_table(path: Path, content: bytes | None) -> None:
-    """Atomically replace the file `path`, or remove it.
+    """Atomically replace the table in the file `path`, or remove the file.
 
     Args:
-        content: The new content; None removes the file.
+        content: The new content. None removes the file.
     """
     # If the earlier file has another content, it is kept under the name `NAME.previous`.
     old = read_small(path, 1 << 30) if path.exists() else None
@@ -70,10 +73,13 @@ def replace_table(path: Path, content: bytes | None) -> None:
 
 
 def read_small(path: Path, most: int) -> bytes:
-    """Return the content of a file of unknown origin.
+    """Return the content of a small file of unknown origin.
+
+    Args:
+        most: The largest accepted size of the file, in bytes.
 
     Raises:
-        OSError: The file cannot be read, is no regular file, or has more than `most` bytes.
+        OSError: The file cannot be read, is not a regular file, or has more than `most` bytes.
     """
     # Reading a named pipe would wait for ever.
     with open(path, "rb", opener=without_waiting) as file:
@@ -86,10 +92,13 @@ def read_small(path: Path, most: int) -> bytes:
 
 
 def read_at_most(file: BinaryIO, most: int) -> bytes:
-    """Return the rest of a stream of unknown origin, which may have no end.
+    """Return the rest of a stream of unknown origin, which may be endless.
+
+    Args:
+        most: The largest accepted size of the rest, in bytes.
 
     Raises:
-        OSError: The stream cannot be read, or has more than `most` bytes.
+        OSError: The stream cannot be read, or its rest has more than `most` bytes.
     """
     content = file.read(most + 1)
     if len(content) > most:
@@ -98,25 +107,34 @@ def read_at_most(file: BinaryIO, most: int) -> bytes:
 
 
 def read_start(path: Path, most: int = 4096) -> str:
-    """Return the first `most` bytes of a file as text, or "" if the file is a named pipe."""
+    """Return the first `most` bytes of a file as text. For a named pipe, return ""."""
     with open(path, "rb", opener=without_waiting) as file:
         return file.read(most).decode(errors="replace")
 
 
 def without_waiting(path: str, flags: int) -> int:
-    """Open a file like `os.open`, but do not wait for the other end of a named pipe."""
+    """Open a file as `os.open` does, but without waiting for the other end of a named pipe.
+
+    The built-in function `open` accepts this function as its argument `opener`.
+    """
     descriptor = os.open(path, flags | os.O_NONBLOCK, 0o666)
     os.set_blocking(descriptor, True)
     return descriptor
 
 
 def existing(folder: Path) -> Path:
-    """Return `folder`, or the nearest folder or file above it that exists."""
+    """Return `folder` if it exists, or its nearest ancestor that exists.
+
+    The ancestor may be a file.
+    """
     return next(path for path in (folder, *folder.absolute().parents) if path.exists())
 
 
 def why_unwritable(folder: Path) -> str:
-    """Return the reason why no file can be written into an existing folder, or "" if one can."""
+    """Return the reason why no file can be written into the existing folder `folder`.
+
+    If a file can be written, return "".
+    """
     try:
         with tempfile.TemporaryFile(dir=folder, buffering=0) as file:
             file.write(bytes(4096))
@@ -126,7 +144,7 @@ def why_unwritable(folder: Path) -> str:
 
 
 def parse_json(text: str | bytes) -> Any:
-    """Return the value of a JSON text of unknown origin.
+    """Parse a JSON text of unknown origin, and return its value.
 
     Raises:
         ValueError: The text is not JSON, is nested too deeply, or contains an integer with too many

@@ -1,10 +1,10 @@
 """Find out which launcher started this process, join its job, or start one process for each GPU.
 
-torchrun and the `deepspeed` launcher describe a job in RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR
-and MASTER_PORT, which torch reads. srun and mpirun set other variables instead, such as
-SLURM_PROCID. `join` computes torch's variables from these. A process that srun or mpirun starts is
-called a task. Without `join`, each task would run as a job of its own, and all these jobs would
-write the same folder.
+torchrun and the `deepspeed` launcher describe a job in the environment variables RANK, WORLD_SIZE,
+LOCAL_RANK, MASTER_ADDR and MASTER_PORT, which torch reads. srun and mpirun set other variables
+instead, such as SLURM_PROCID. `join` computes torch's variables from those of srun or mpirun. A
+process that srun or mpirun starts is called a task. Without `join`, each task would run as a
+separate job, and all these jobs would write to the same folder.
 """
 
 from __future__ import annotations
@@ -48,7 +48,16 @@ class LaunchError(Exception):
 
 
 class Task(NamedTuple):
-    """The rank of this process among the tasks that a launcher started, and their number."""
+    """A process that srun or mpirun started, described by its rank among the tasks of the job.
+
+    Attributes:
+        launcher: The name of the launcher, `srun` or `mpirun`.
+        mark: The name of an environment variable that the launcher sets in each task.
+        rank: The rank of this task among all tasks of the job.
+        size: The number of all tasks of the job.
+        local_rank: The rank of this task among the tasks on the same machine.
+        local_size: The number of tasks on each machine, as the launcher's variable states it.
+    """
 
     launcher: str
     mark: str  # the variable that the launcher sets in each task
@@ -59,9 +68,9 @@ class Task(NamedTuple):
 
 
 def task() -> Task | None:
-    """Return this process's rank among the tasks that srun or mpirun started, and their number.
+    """Describe this process as a task of srun or mpirun: its rank and the number of tasks.
 
-    The result is None without several such tasks, or if the variable RANK is set.
+    If the launcher started fewer than two tasks, or if the variable RANK is set, return None.
     """
     # torch reads the rank from RANK.
     if "RANK" in os.environ:
@@ -75,7 +84,11 @@ def task() -> Task | None:
 
 
 def world_size() -> str:
-    """Return the job's number of processes: WORLD_SIZE, or the number of the launcher's tasks."""
+    """Return the job's number of processes as text.
+
+    The number is the value of WORLD_SIZE. If that variable is not set, the number is that of the
+    launcher's tasks, or 1 without a launcher.
+    """
     found = task()
     return os.environ.get("WORLD_SIZE") or str(found.size if found else 1)
 
@@ -86,7 +99,7 @@ def is_alone() -> bool:
 
 
 def stay_out() -> None:
-    """Remove the variable RANK, so that this process does not join its launcher's job."""
+    """Stay out of the launcher's job: remove the environment variable RANK."""
     # WORLD_SIZE is kept, so `world_size` still returns the job's number of processes.
     os.environ.pop("RANK", None)
 
@@ -97,7 +110,7 @@ def join() -> None:
     Call this function before any other code reads these variables.
 
     Raises:
-        LaunchError: The tasks of the launcher cannot find each other.
+        LaunchError: The processes of the job cannot find each other.
     """
     found = task()
     if found is None and world_size() != "1" and not {"RANK", *MASTER} <= os.environ.keys():
@@ -120,7 +133,7 @@ def join() -> None:
 
 
 def launcher_has_ended() -> bool:
-    """Return whether the launcher, or another ancestor up to the launcher, has ended."""
+    """Return whether the launcher, or a process between it and this process, has ended."""
     import psutil
 
     with contextlib.suppress(psutil.NoSuchProcess):
@@ -129,20 +142,24 @@ def launcher_has_ended() -> bool:
 
 
 def launcher_has_store() -> bool:
-    """Return whether torchrun, not rank 0, holds the job's key-value store."""
+    """Return whether the launcher runs the job's key-value store.
+
+    Only torchrun can do so. Otherwise, rank 0 runs the store.
+    """
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
 def outlive_launcher() -> None:
-    """Make `launcher_has_ended` return False from now on."""
+    """Let this process outlive its launcher: `launcher_has_ended` returns False from now on."""
     # To be called when the process ends soon.
     _launcher.clear()
 
 
 def start_ranks(count: int) -> int:
-    """Run the current command in `count` processes on this machine; return the job's exit code.
+    """Start the current command in `count` processes (ranks); return the exit code of the job.
 
-    While they run, this process passes SIGINT, SIGTERM and SIGUSR1 on to them.
+    All ranks run on this machine. While the ranks run, this process passes SIGINT, SIGTERM and
+    SIGUSR1 on to them.
     """
     import psutil
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -169,7 +186,7 @@ def start_ranks(count: int) -> int:
 
 
 def _meeting_point(found: Task) -> tuple[str, str]:
-    """Return the address and port at which the tasks meet, equal for all tasks."""
+    """Return the address and the port at which the tasks meet, the same for all tasks."""
     # These are the values of MASTER_ADDR (rank 0's machine) and MASTER_PORT.
     address, port = (os.environ.get(name) for name in MASTER)
     by_srun = found.launcher == "srun"
@@ -204,7 +221,7 @@ def _parents(mark: str) -> list[Process]:
     """Return this process's parent, the parent's parent and so on, up to the launcher.
 
     Args:
-        mark: The name of an environment variable that the launcher sets for its tasks.
+        mark: The name of an environment variable that the launcher sets in each process.
     """
     # The launcher is the first ancestor without this variable. The list is empty if no launcher
     # started this process.

@@ -1,8 +1,8 @@
-"""Define the rules for where a 16-bit model rounds numbers. A run uses one of two sets of rules.
+"""Define the rules by which a model rounds numbers. A run uses one of two sets of rules.
 
 With `WIDE`, the default, positional embeddings, norms and softmax are computed at least in fp32.
-`PublishedNumerics` (config key `published_numerics`) rounds where the released KERPLE code rounds,
-to reproduce the results of that code.
+With `PublishedNumerics` (config key `published_numerics`), numbers are rounded where the released
+KERPLE code rounds them. These rules reproduce the results of that code.
 """
 
 from collections.abc import Callable
@@ -16,7 +16,9 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Numerics:
-    """The rules by which a model rounds. By default, it computes at least in fp32.
+    """The rules by which a model rounds numbers.
+
+    The rules of this base class compute positional embeddings, norms and softmax at least in fp32.
 
     Attributes:
         published: Whether values are rounded where the released KERPLE code rounds them.
@@ -26,7 +28,7 @@ class Numerics:
 
     @property
     def projects_master(self) -> bool:
-        """Whether the fp32 copy of the positional parameters is clamped to their bounds."""
+        """Whether the fp32 master copy of the positional parameters is clamped to their bounds."""
         # The optimizer updates this copy, called the master. The model's 16-bit copy is always
         # clamped.
         return True
@@ -36,7 +38,10 @@ class Numerics:
         return torch.promote_types(dtype, torch.float32)
 
     def constant(self, value: Tensor) -> Tensor:
-        """Round a tensor of constants, such as slopes or frequencies. The dtype stays the same."""
+        """Return a tensor of constants, such as slopes or frequencies, rounded by these rules.
+
+        The dtype of the tensor stays the same.
+        """
         # Only `PublishedNumerics` rounds constants. Other rules return `value` unchanged.
         return value
 
@@ -74,7 +79,15 @@ WIDE = Numerics()
 
 
 def in_floating_point(formula: Callable[..., Tensor | None]) -> Callable[..., Tensor | None]:
-    """Return a formula that gets distances and positions in theta's dtype, at least in fp32."""
+    """Return a method like `formula` that computes with floating-point distances and positions.
+
+    The new method converts integer distances and positions to theta's dtype, but at least to fp32.
+    Then it calls `formula`.
+
+    Args:
+        formula: A method of a positional embedding. Its arguments are theta, the distances and, in
+            some embeddings, the positions of the queries.
+    """
 
     # A formula that uses `d` itself, and not what `columns` returns, would else compute with whole
     # numbers.

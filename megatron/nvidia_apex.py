@@ -1,7 +1,7 @@
 """Find NVIDIA's apex, an optional library of fused kernels that is built from source.
 
-docs/gpu.md says how to build apex. Each job decides at its start whether to use apex, and logs the
-decision.
+docs/gpu.md explains how to build apex. Each job decides at its start whether to use apex, and logs
+the decision.
 """
 
 import importlib
@@ -11,7 +11,7 @@ import torch
 
 
 def find(module: str, name: str, extension: str) -> tuple[Any, str]:
-    """Return a class or function of NVIDIA's apex, or the reason why it cannot be used.
+    """Find a class or function of NVIDIA's apex, or return the reason why it cannot be used.
 
     Args:
         module: The module of apex, such as `apex.optimizers`.

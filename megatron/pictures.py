@@ -1,8 +1,8 @@
-"""Draw pictures in one style, and write each of them as PNG and as SVG.
+"""Draw pictures in one style, and write each picture as a PNG file and as an SVG file.
 
-The style is `pictures.mplstyle`. A function that draws is decorated with `@in_style()`. Numbers on
-axes are plain: 1,000, never 10^3. Curves have their names beside their right ends, not in a legend.
-A plot has at most MOST_LINES curves; `divided` shares more of them out to several plots.
+The style is `pictures.mplstyle`. Functions that draw have the decorator `@in_style()`. Numbers on
+axes are plain: 1,000, never 10^3. The name of a curve is beside the curve's right end, not in a
+legend. A plot has at most MOST_LINES curves. `divided` distributes more curves over several plots.
 
 matplotlib is imported inside the functions, because the import takes half a second. The plots use
 `Figure` without pyplot, because `Figure` needs no display and leaves no global state.
@@ -36,14 +36,15 @@ _DARK = "@media (prefers-color-scheme: dark) {svg {filter: invert(.9) hue-rotate
 
 @dataclass(frozen=True)
 class Curve:
-    """A curve over lengths.
+    """A curve in a plot whose x axis is a length, such as the sequence length.
 
     Attributes:
-        x, y: The points, in the order of x. Each has a marker.
-        band: The low and the high end of the interval around each point.
-        number: The number of the colour and the marker in the style. None is the place of the curve
-            in its plot.
-        style: Settings of matplotlib that differ from the style.
+        name: The text beside the right end of the curve.
+        x, y: The coordinates of the points, by increasing x. Each point gets a marker.
+        band: The lower and the upper ends of the intervals around the points, or None.
+        number: The index of the curve's colour and marker in the style. If it is None, the index of
+            the curve in its plot is used.
+        style: Settings of matplotlib that override the style, such as a line style.
     """
 
     name: str
@@ -56,7 +57,10 @@ class Curve:
 
 @contextmanager
 def in_style() -> Iterator[None]:
-    """Draw in the project's style, whatever the user's own matplotlibrc says."""
+    """Draw in the project's style. The settings in the user's own matplotlibrc have no effect.
+
+    The style applies to the body of the `with` block or of the decorated function.
+    """
     import matplotlib
 
     with matplotlib.rc_context(fname=STYLE):
@@ -64,10 +68,13 @@ def in_style() -> Iterator[None]:
 
 
 def panels(title: str, count: int = 1, height: float = 3.8) -> tuple[Figure, list[Axes]]:
-    """Return a figure with a title, and its `count` plots, in two columns if they are over three.
+    """Return a new figure with a title and `count` plots, and a list of these plots.
+
+    Up to three plots are in one column. More plots are in two columns.
 
     Args:
-        title: The model, the data and the date. It may have several lines.
+        title: The title, for example the model, the data and the date. It may have several lines.
+        count: The number of plots.
         height: The height of a plot, in inches.
     """
     from matplotlib.figure import Figure
@@ -93,11 +100,19 @@ def by_length(
     trained: int = 0,
     fit: bool = True,
 ) -> Figure:
-    """Draw a plot for each group of curves, over lengths on a scale of powers of two.
+    """Draw curves by length: one plot for each group of curves.
+
+    The x axis is the length, on a logarithmic scale with base 2.
 
     Args:
-        trained: The length in training, which the plots mark; 0 marks none.
-        fit: Whether the y axis is fitted to the curves, and logarithmic if they are far apart.
+        title: The title of the figure.
+        groups: The groups of curves.
+        xlabel: The label of the x axis of every plot.
+        ylabel: The label of the y axis of every plot.
+        trained: The training length, which the plots mark with a vertical line. For 0, there is no
+            line.
+        fit: Whether the range of the y axis is fitted to the curves. If the values of the curves
+            are far apart, the fitted axis is logarithmic.
     """
     import matplotlib
 
@@ -125,13 +140,22 @@ def by_length(
 
 
 def divided(curves: Sequence[Any]) -> list[list[Any]]:
-    """Divide curves into the fewest groups of at most MOST_LINES, which are about equally large."""
+    """Divide curves into as few groups as possible, each with at most MOST_LINES curves.
+
+    The groups are about equally large.
+    """
     size = math.ceil(len(curves) / math.ceil(len(curves) / MOST_LINES))
     return [list(curves[start : start + size]) for start in range(0, len(curves), size)]
 
 
 def plain_ticks(axis: Any, low: float, high: float) -> None:
-    """Give a logarithmic axis ticks with plain numbers, such as 20, 50 and 1,000."""
+    """Give a logarithmic axis ticks with plain numbers, such as 20, 50 and 1,000.
+
+    Args:
+        axis: The x axis or the y axis of a plot.
+        low: The smallest value on the axis.
+        high: The largest value on the axis.
+    """
     from matplotlib.ticker import LogLocator, MaxNLocator, NullLocator
 
     decades = math.log10(high / low)
@@ -144,9 +168,10 @@ def plain_ticks(axis: Any, low: float, high: float) -> None:
 
 
 def _fit(axes: Axes, values: Any) -> None:
-    """Fit the y axis to positive values: logarithmic if they are far apart.
+    """Fit the range of the y axis to positive values.
 
-    It leaves room above and below, so that noise on a flat curve does not fill the plot.
+    If the values are far apart, the axis becomes logarithmic. The range is larger than needed, so
+    that noise on a flat curve does not fill the plot.
     """
     found = np.asarray(values, dtype=np.float64)
     found = found[np.isfinite(found)]
@@ -168,13 +193,15 @@ def mark_training_length(axes: Axes, length: int) -> None:
 
 
 def label_lines(plots: Sequence[Axes], width: int = 20) -> None:
-    """Write the name of each curve beside its right end, in all plots of a figure. Call this last.
+    """Write the name of each curve beside its right end, in all plots of a figure.
 
-    Names that would overlap are moved apart, by as little as possible. A curve is named at its
-    last finite point. If this point is outside of the plot, the curve gets no name.
+    Call this function last, when the plots have their final ranges. Names that would overlap are
+    moved apart, by as little as possible. The name is at the height of the curve's last finite
+    point. If this point is outside of the plot, the name is left out.
 
     Args:
-        width: The number of characters after which a name goes on in the next line.
+        plots: The plots of one figure.
+        width: The number of characters in a line of a name. Longer names continue in the next line.
     """
     figure: Any = plots[0].get_figure(root=True)
     figure.draw_without_rendering()  # finds the size of the plots
@@ -195,12 +222,13 @@ def label_lines(plots: Sequence[Axes], width: int = 20) -> None:
 
 
 def _name(axes: Axes, named: Sequence[tuple[float, float, Any, str]], row: float) -> None:
-    """Write names at the right of a plot, with lines to the ends of the curves.
+    """Write the names of curves at the right of a plot, with a line from each name to its curve.
 
     Args:
-        named: The y and x of the end, the curve and its name, from the bottom to the top. The axes
-            have a height and a width of 1.
-        row: The height of a line of text.
+        axes: The plot.
+        named: For each curve: y and x of its right end, the curve, and its name. The first curve is
+            the lowest. Coordinates are fractions of the plot's height and width.
+        row: The height of a line of text, as a fraction of the plot's height.
     """
     from scipy.optimize import isotonic_regression
 
@@ -219,14 +247,17 @@ def _name(axes: Axes, named: Sequence[tuple[float, float, Any, str]], row: float
 
 
 def save(figure: Figure, path: Path) -> None:
-    """Write the figure to the PNG file `path`, and beside it as SVG."""
+    """Save the figure as the PNG file `path`, and as an SVG file of the same name beside it."""
     path.parent.mkdir(parents=True, exist_ok=True)
     write_bytes(path, content(figure, "png", {"Software": None}))
     write_bytes(path.with_suffix(".svg"), svg(figure))
 
 
 def svg(figure: Figure) -> bytes:
-    """Return the figure as SVG: the same bytes each time, and dark where the reader's screen is."""
+    """Return the figure as the content of an SVG file. Equal figures give the same bytes.
+
+    On screens with a dark colour scheme, the picture has dark colours.
+    """
     drawn = content(figure, "svg", {"Date": None, "Creator": None})
     return drawn.replace(b"<defs>", f"<style>{_DARK}</style>\n <defs>".encode(), 1)
 

@@ -1,20 +1,20 @@
 """End a job early and in good order: after SIGTERM, SIGUSR1 or Ctrl-C, or after a time limit.
 
-All ranks "leave" when the whole job ends early. If training is not finished, they first save a
-checkpoint.
+In this module, the ranks "leave" when the whole job ends early. If training is not finished, the
+ranks first save a checkpoint.
 
-Before training starts, a signal ends the process at once, because there is nothing to save. After
-that, a signal is only recorded, and all ranks leave at the same safe point. Safe points are after
-an optimizer step and between two batches of an evaluation. So no signal interrupts a step or a
-checkpoint.
+Before training starts, a signal ends the process at once, because there is nothing to save. Once
+training has started, a signal is only recorded, and all ranks leave at the same safe point. Safe
+points are after an optimizer step and between two batches of an evaluation. A signal therefore
+interrupts neither a step nor a checkpoint.
 
 Python runs a signal's handler in the main thread, which may be inside a collective for minutes. The
 handlers therefore do nothing. Instead, a thread reads the signals from a pipe, to which Python
 writes the number of each signal (`signal.set_wakeup_fd`).
 
 Every rank counts the safe points that it passes, and a safe point has the same number on all ranks.
-Through the job's key-value store (torch.distributed's `Store`), the ranks agree on the number of
-the safe point at which they leave. Each rank's `failure.Watch` polls the store anyway, so a step
+The ranks agree on the number of the safe point at which they leave, through the job's key-value
+store (torch.distributed's `Store`). Each rank's `failure.Watch` polls the store anyway, so a step
 without a signal costs no communication.
 
     key       value
@@ -45,7 +45,7 @@ IMPATIENT = 3
 
 
 class Leave(Exception):
-    """The error that ends the job early.
+    """The exception that ends the job early.
 
     Every rank raises it at the same safe point: after an optimizer step, or between two batches of
     an evaluation.
@@ -61,9 +61,11 @@ class Preemption:
             signal. None sets no limit.
 
     Attributes:
-        decided: An event that is set when this rank knows where all ranks end the job.
-        why: The reason to end the job early; "" without one.
-        left: Whether the job has ended early.
+        exit_code: The exit code of this process if the job ends early.
+        decided: An event that is set when this rank knows the safe point at which all ranks end the
+            job.
+        why: The reason to end the job early, or "" if there is none.
+        left: Whether this rank has reached the safe point at which the job ends early.
     """
 
     # The place is an optimizer step or an evaluation batch. Without `listen`, no signal is handled.
@@ -93,12 +95,12 @@ class Preemption:
         threading.Thread(target=self._read, args=(reader,), name="signals", daemon=True).start()
 
     def begin(self) -> None:
-        """Declare that training starts."""
+        """Declare that training begins. From now on, a signal takes effect only at a safe point."""
         # Later signals take effect only at a safe point.
         self._trains = True
 
     def ask(self, why: str) -> None:
-        """Ask all ranks to end the job soon.
+        """Ask all ranks to end the job at one of the next safe points.
 
         Args:
             why: The reason.
@@ -111,9 +113,10 @@ class Preemption:
                 self.decided.set()
 
     def due(self) -> bool:
-        """Return whether all ranks end the job at this safe point. Every rank must call this.
+        """Return whether all ranks end the job at this safe point.
 
-        Safe points are after an optimizer step and between two batches of an evaluation.
+        Every rank must call this method at each safe point. Safe points are after an optimizer step
+        and between two batches of an evaluation.
         """
         if self._minutes is not None and time.monotonic() - self._begin > 60 * self._minutes:
             self.ask(f"exit_duration_in_mins {self._minutes:g}")
@@ -127,13 +130,15 @@ class Preemption:
         return self.left
 
     def exchange(self, store: Any) -> bool:
-        """Do the next step of the agreement on where all ranks end the job.
+        """Exchange messages with the other ranks, to agree on the safe point at which the job ends.
+
+        Each call does the next step of the agreement, without waiting.
 
         Args:
             store: The job's key-value store, a `torch.distributed.Store`.
 
         Returns:
-            Whether the agreement has begun and is not complete. If so, call again soon.
+            Whether the agreement has begun but is not complete. If so, call the method again soon.
         """
         # The rank's `failure.Watch` calls this method at each poll of the store.
         if self.why and not self._announced:
@@ -159,7 +164,7 @@ class Preemption:
         return True
 
     def finish(self) -> int:
-        """Ignore the handled signals from now on, and return the exit code of this process."""
+        """Ignore SIGTERM, SIGUSR1 and Ctrl-C from now on, and return this process's exit code."""
         # Python resets its signal handlers while it exits. A signal would then end the process with
         # a wrong exit code, although everything is saved.
         for number in SIGNALS:
@@ -213,9 +218,10 @@ def listen(exit_code: int, minutes: float | None) -> None:
 
 
 def safe_point() -> None:
-    """Raise `Leave` on every rank if the ranks have agreed to end the job here.
+    """Raise `Leave` if the ranks have agreed to end the job at this safe point.
 
-    Every rank must call this, after an optimizer step or between two batches of an evaluation.
+    Every rank must call this function after each optimizer step, and between two batches of an
+    evaluation.
     """
     if current.due():
         raise Leave
@@ -232,7 +238,7 @@ def _nothing(_number: int, _frame: Any) -> None:
 
 
 def _say(text: str) -> None:
-    """Print `text` on the real stderr."""
+    """Print `text` to the original stderr of the process, even if `sys.stderr` is redirected."""
     # The main thread may have redirected `sys.stderr` to hide output.
     with contextlib.suppress(OSError):  # nobody reads, or the disk is full
         print(text, file=sys.__stderr__, flush=True)

@@ -12,7 +12,10 @@ def decimals(value: float, digits: int) -> int:
 
 
 def told_apart(*values: float) -> list[str]:
-    """Format values with three significant digits, or with up to six to keep them distinct."""
+    """Format numbers so that different numbers have different texts.
+
+    The numbers get three significant digits, or up to six if three are not enough.
+    """
     texts: list[str] = []
     for digits in range(3, 7):
         texts = [f"{value:,.{decimals(value, digits)}f}" for value in values]

@@ -1,4 +1,4 @@
-"""A run folder: its files, the checkpoints in it, and the metrics that the run has logged.
+"""Find the files and checkpoints of a run folder, and read the metrics that the run has logged.
 
     RUN/config.yml                      the resolved configuration
     RUN/global_stepN/                   a checkpoint (see `engine/checkpoint/saved_checkpoints.py`)
@@ -10,8 +10,8 @@
     RUN/accuracy.csv, .png, .svg        accuracy by length, of a length task
     RUN/kernels.png, .svg, RUN/suite/   the learned kernels, and the use of context
 
-A folder may also hold published (GPT-NeoX) checkpoints. This module imports no torch, so that tools
-that only look at runs start fast.
+A run folder may also contain checkpoints in the published (GPT-NeoX) layout. This module does not
+import torch, so that tools that only read run folders start fast.
 """
 
 import os
@@ -31,14 +31,19 @@ _TAG = "global_step"
 
 
 class RunFolder:
-    """A folder that holds a run, or the results of an evaluation. It may be missing.
+    """A folder with the files of a run, or with the results of an evaluation. It may be missing.
 
     Attributes:
-        path: The folder.
-        config, latest, provenance, log, metrics, wandb_id, extrapolation, baselines, accuracy,
-            kernels: The paths of files in the folder. Each file may be missing.
-        suite: The folder into which `evaluate.py --suite` writes.
-        results: The paths of the tables by length: perplexity and accuracy.
+        path: The path of the folder.
+        config: The path of `config.yml`. This file and the files below may be missing.
+        latest, log, metrics, wandb_id: The paths of `latest`, `log.txt`, `metrics.jsonl` and
+            `wandb_id`.
+        provenance: The path of `run.json`, which describes where the run comes from.
+        extrapolation, accuracy: The paths of the tables `extrapolation.csv` and `accuracy.csv`.
+        baselines: The path of `context_baseline.csv`, the perplexity with a short context.
+        kernels: The path of `kernels.png`, a picture of the learned kernels.
+        suite: The path of the folder into which `evaluate.py --suite` writes.
+        results: The paths of both tables by length, `extrapolation` and `accuracy`.
     """
 
     # The module docstring describes the files. A run has at most one of the tables in `results`.
@@ -54,14 +59,15 @@ class RunFolder:
         self.results = self.extrapolation, self.accuracy
 
     def tags(self) -> list[str]:
-        """Return the names of the complete checkpoints, by increasing step."""
+        """Return the names of the complete checkpoints, in the order of their steps."""
         steps = [path.name[len(_TAG) :] for path in self.path.glob(f"{_TAG}*")]
         return [tag_of(step) for step in sorted(int(s) for s in steps if s.isdecimal())]
 
     def newest_tag(self) -> tuple[str | None, str]:
-        """Return the name of the newest checkpoint (or None), and a problem (or "").
+        """Return (name of the newest checkpoint, problem).
 
-        The file `latest` names the checkpoint. The problem is a text for the user.
+        The file `latest` contains the name. If there is a problem or no checkpoint, the name is
+        None. The problem is a text for the user, or "" if there is none.
         """
         # There are three problems: `latest` is missing although there are checkpoints, `latest`
         # names a missing checkpoint, or this folder is itself a checkpoint. If the folder has no
@@ -90,14 +96,15 @@ class RunFolder:
         return tag, ""
 
     def newest_step(self) -> int:
-        """Return the step of the checkpoint that `latest` names; 0 if there is none."""
+        """Return the step of the checkpoint that the file `latest` names, or 0 if there is none."""
         step = (self.newest_tag()[0] or "").removeprefix(_TAG)
         return int(step) if step.isdecimal() else 0
 
     def metrics_rows(self, *, newest_first: bool = False) -> Iterator[dict[str, Any]]:
-        """Yield the rows of `metrics.jsonl` as dicts with an integer `step`.
+        """Yield the rows of `metrics.jsonl` as dicts with an integer `step`. Skip damaged lines.
 
-        Damaged lines are left out.
+        Args:
+            newest_first: Whether to yield the rows from the last line to the first.
         """
         # The last line may be incomplete, because a run may be writing the file.
         content = read_small(self.metrics, MOST_BYTES) if self.metrics.is_file() else b""
@@ -108,7 +115,7 @@ class RunFolder:
 
 
 def metrics_row(line: str) -> dict[str, Any] | None:
-    """Return the row in a line of `metrics.jsonl`, or None if the line is damaged."""
+    """Return the row of metrics in a line of `metrics.jsonl`, or None if the line is damaged."""
     try:
         row = parse_json(line)
     except ValueError:
@@ -119,7 +126,7 @@ def metrics_row(line: str) -> dict[str, Any] | None:
 
 
 def tag_of(step: int) -> str:
-    """Return the name of the checkpoint after `step` steps."""
+    """Return the name of the checkpoint that a run saves after `step` steps."""
     return f"{_TAG}{step}"
 
 

@@ -1,7 +1,7 @@
-"""Find and run what comes with the project: commands, tools and configs.
+"""Find the commands, tools and configs that come with the project, and run the commands.
 
-In a checkout they are beside `megatron`, in an installation in the folder `kerple` beside
-`megatron`. The command `kerple NAME` runs the script of this name (`kerple_command`).
+In a checkout, these files are beside the folder `megatron`. In an installation, they are in the
+folder `kerple` beside `megatron`. The command `kerple NAME` runs the script NAME.
 """
 
 import os
@@ -15,10 +15,11 @@ ROOT = _INSTALLED if (_INSTALLED / "train.py").is_file() else _BESIDE
 
 
 def find(path: Path | str) -> Path:
-    """Return the existing file that `path` means, or `path` itself if there is none.
+    """Return the existing file that `path` means, or `path` itself if there is no such file.
 
-    A file of the user comes first, then the shipped one. Of both, the ending `.yml` may be left
-    out, and of a shipped file the folder `configs/`: `quickstart` is `configs/quickstart.yml`.
+    A file of the user takes precedence over a config that comes with the project. The ending `.yml`
+    may be left out. The folder `configs/` of a config that comes with the project may also be left
+    out: `quickstart` means `configs/quickstart.yml`.
     """
     for each in (Path(path), shipped(path)):
         for place in (each, Path(f"{each}.yml")):
@@ -28,7 +29,7 @@ def find(path: Path | str) -> Path:
 
 
 def shipped(path: Path | str) -> Path:
-    """Return the place of `path` among the shipped configs. It may be missing."""
+    """Return the path of the project's config `path`. The file may be missing."""
     parts = Path(path).parts
     return ROOT.joinpath("configs", *parts[parts[:1] == ("configs",) :])
 
@@ -36,12 +37,14 @@ def shipped(path: Path | str) -> Path:
 def kerple_command() -> int:
     """Run the command that the command line names, such as `kerple train quickstart --check`.
 
-    A name is that of a script, with `-` for `_`: `kerple export-hf` runs `tools/export_hf.py` with
-    the remaining arguments. `kerple prepare` runs `prepare_data.py`. `kerple path` prints the
-    folder with the shipped files, such as `configs/recipes/own_160M.yml`.
+    A command has the name of its script, with `-` instead of `_`: `kerple export-hf` runs
+    `tools/export_hf.py` with the remaining arguments. `kerple prepare` runs `prepare_data.py`.
+    `kerple path` prints the folder with the files that come with the project, such as
+    `configs/recipes/own_160M.yml`.
 
     Returns:
-        2 if there is no such command, else 0 after `--help` and `path`.
+        The exit code: 2 if there is no such command, 0 after `--help` and `path`. After other
+        commands, the function does not return.
     """
     scripts = sorted([*ROOT.glob("*.py"), *ROOT.glob("tools/[!_]*.py")])
     by_name = {path.stem.replace("_", "-"): str(path) for path in scripts}

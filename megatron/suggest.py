@@ -8,7 +8,8 @@ def nearest(word: str, known: Iterable[str], *, cutoff: float = 0.6) -> str | No
     """Return the name in `known` that is most similar to `word`, ignoring case.
 
     Args:
-        cutoff: The least similarity, from 0 to 1 as in `difflib`. Below it, the result is None.
+        cutoff: The required similarity, from 0 to 1 as in `difflib`. If no name is similar enough,
+            the result is None.
     """
     names = {name.lower(): name for name in known}
     found = difflib.get_close_matches(word.lower(), names, n=1, cutoff=cutoff)
@@ -16,6 +17,10 @@ def nearest(word: str, known: Iterable[str], *, cutoff: float = 0.6) -> str | No
 
 
 def did_you_mean(word: str, known: Iterable[str], *, cutoff: float = 0.6) -> str:
-    """Return the text `did you mean NAME? ` (with the space), or "" if no known name is similar."""
+    """Return the text `did you mean NAME? ` (with the space), or "" if no known name is similar.
+
+    Args:
+        cutoff: The required similarity of NAME and `word`, from 0 to 1 as in `difflib`.
+    """
     near = nearest(word, known, cutoff=cutoff)
     return f"did you mean {near}? " if near else ""

@@ -9,12 +9,14 @@ from typing import Any
 
 
 def render(template: Path, filters: Mapping[str, Callable[..., Any]], **values: Any) -> str:
-    """Return the text of a template. In a template `*.html.j2`, values are escaped for HTML.
+    """Fill the template with values, and return the text.
+
+    In a template `*.html.j2`, values are escaped for HTML.
 
     Args:
-        template: The file.
-        filters: The functions that the template applies to values, beside Jinja's own and `cells`,
-            which joins the cells of one row of a Markdown table.
+        template: The path of the template.
+        filters: Maps the names of Jinja filters to functions. The template can also use Jinja's own
+            filters and `cells`, which joins the cells of one row of a Markdown table.
         values: The variables of the template.
     """
     import jinja2

@@ -1,1 +1,1 @@
-"""Commands for occasional use. Each Python file in this folder is a command."""
+"""Commands for occasional use. Each Python file directly in this folder is a command."""

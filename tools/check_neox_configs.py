@@ -3,13 +3,15 @@
     python tools/check_neox_configs.py GPT_NEOX_CHECKOUT [KERPLE_CHECKOUT ...]
 
 A model file is a YAML file in a folder `configs` or `kerple_configs` that sets `num_layers` and
-`hidden_size`, and whose `train_iters` is not 0. As in the READMEs of the checkouts, two other files
-may be loaded together with a model file. `llama/train_config.yml` is added if the model file has no
-optimizer. `local_setup.yml` is added if it has no key in common with the model file. The files in
-`kerple_configs` get `pos_emb: kerple_log`, because KERPLE's scripts add such a key. The number of
-processes is the product of a file's parallel sizes. A fine-tuning file may be refused because the
-`save` in `local_setup.yml` equals the `load` in the fine-tuning file. If this is the only error,
-the file is loaded again with the `save` that the error message proposes.
+`hidden_size`, and whose `train_iters` is not 0. As the READMEs of the checkouts describe, two other
+files may be loaded together with a model file. `llama/train_config.yml` is added if the model file
+has no optimizer. `local_setup.yml` is added if it has no key in common with the model file. The
+files in `kerple_configs` get `pos_emb: kerple_log`, because KERPLE's scripts add such a key. The
+number of processes is the product of a file's parallel sizes.
+
+A fine-tuning file may be refused because the `save` in `local_setup.yml` equals the `load` in the
+fine-tuning file. If this is the only error, the fine-tuning file is loaded again with the `save`
+that the error message proposes.
 """
 
 import math
@@ -33,7 +35,12 @@ def model_files(root: Path) -> list[Path]:
 
 
 def combination(path: Path, root: Path) -> list[Path]:
-    """Return the model file `path` and the files to load together with it, in loading order."""
+    """Return the model file `path` and the files to load together with it, in loading order.
+
+    Args:
+        path: The model file.
+        root: The checkout that contains the model file.
+    """
     folder, keys = root / path.relative_to(root).parts[0], _keys(path)
     files, train, setup = [path], folder / "llama" / "train_config.yml", folder / "local_setup.yml"
     if "optimizer" not in keys:
@@ -44,7 +51,7 @@ def combination(path: Path, root: Path) -> list[Path]:
 
 
 def check(path: Path, root: Path) -> tuple[Config | None, list[str]]:
-    """Load the model file `path` of the checkout `root`.
+    """Check whether the model file `path` of the checkout `root` can be loaded.
 
     Returns:
         (config, texts). If the file is accepted, the texts are the overrides that were needed to
@@ -68,7 +75,7 @@ def check(path: Path, root: Path) -> tuple[Config | None, list[str]]:
 
 
 def _keys(path: Path) -> dict:
-    """Return the top-level keys of a file with their values."""
+    """Return the top-level keys of a YAML file with their values."""
     return {keys[0]: given.value for keys, given in read_file(path)[0].items()}
 
 
@@ -77,9 +84,9 @@ def _is_model(keys: dict) -> bool:
 
 
 def main() -> int:
-    """Check the model files of all given checkouts. Print one line for each file, then counts.
+    """Check the model files of all given checkouts, and return the exit code.
 
-    Return exit code 0, or 1 if there is no model file.
+    Print one line for each file, then counts. The exit code is 0, or 1 if there is no model file.
     """
     parser = entry.parser(__doc__)
     parser.add_argument("checkouts", nargs="+", type=Path, metavar="CHECKOUT")

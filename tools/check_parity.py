@@ -3,7 +3,7 @@
     python tools/check_parity.py DIR [DIR ...] [--backend NAME ...] [--device cuda] [--tp N]
                                  [--configs DIR]
 
-Each DIR contains cases, at any depth. A case is a folder that is recognised by its files:
+Each DIR contains cases, at any depth. A case is a folder with one of these sets of files:
 
 - `models/NAME` has config.yml, manifest.json, expected.npz and a checkpoint.
 - `training/NAME` has the same files, but curve.npz instead of expected.npz.
@@ -12,9 +12,10 @@ Each DIR contains cases, at any depth. A case is a folder that is recognised by 
 - `data` has shards, tokenizer_cases.json, and the folders samples_* and iterators.
 
 config.yml is the only configuration file of a case in `models` or `training`. A case `config` names
-YAML files of the published code, and `--configs` can give the folder that contains these files.
+YAML files of the published code, and `--configs` can name the folder that contains these YAML
+files.
 
-For each case the tool prints one line: ok or FAIL, the greatest error of each quantity with its
+For each case, the tool prints one line: ok or FAIL, the greatest error of each quantity with its
 tolerance, and what could not be checked. If the attention backend does not support a case, the line
 begins with `-` and gives the reason, for example the dtype. The exit code is 1 if a case fails or
 if no case could be checked, and 2 if the arguments are wrong.
@@ -110,7 +111,12 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def results_of(name: str, run: Run) -> Iterator[Result]:
-    """Run a case and yield its results."""
+    """Run a case, and yield its results.
+
+    Args:
+        name: The name of the case for the output.
+        run: The function that runs the case.
+    """
     # If the case raises an exception, a failed result that describes the exception is yielded.
     try:
         found = run()
@@ -122,7 +128,11 @@ def results_of(name: str, run: Run) -> Iterator[Result]:
 
 
 def cases(args: argparse.Namespace) -> Iterator[Case]:
-    """Yield (name, function that runs the case) for each case in or below the given folders."""
+    """Yield (name, function that runs the case) for each case in or below the given folders.
+
+    Args:
+        args: The parsed command line, which names the folders.
+    """
     for root in map(Path.resolve, args.folders):
         for folder in [root, *sorted(path for path in root.rglob("*") if path.is_dir())]:
             files = {path.name for path in folder.iterdir() if not path.is_dir()}
@@ -136,7 +146,7 @@ def cases_in(folder: Path, name: str, files: set[str], args: argparse.Namespace)
         folder: The folder to examine, without its subfolders.
         name: The name of the folder for the output.
         files: The names of the files in `folder`, by which a case is recognised.
-        args: The command line's arguments.
+        args: The parsed command line.
     """
     if {"manifest.json", "config.yml"} <= files:
         if not files & {"expected.npz", "curve.npz"}:
@@ -162,6 +172,8 @@ def sharded_case(
 ) -> Iterator[Result]:
     """Check one case about a model or its training, with one attention backend.
 
+    With `tp` above 1, the model is sharded over `tp` processes.
+
     Args:
         folder: The folder of the case.
         name: The name of the case for the output.
@@ -185,7 +197,7 @@ def sharded_case(
 
 @lru_cache
 def groups_of(tp: int) -> Groups:
-    """Join the distributed job and return its process groups, with `tp` tensor-parallel ranks."""
+    """Join the distributed job, and return its process groups with `tp` tensor-parallel ranks."""
     from megatron.engine.job.join import join_job
 
     return join_job().divided(model_size=tp)

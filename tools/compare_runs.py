@@ -1,11 +1,16 @@
-"""Say what differs between two runs, and from which step on their losses do.
+"""Report what differs between two runs, and from which step on their losses differ.
 
     python tools/compare_runs.py RUN_A RUN_B
 
-The tool compares the last starts in the run.json of both folders (commit, changes, versions, hosts,
-environment, the values that fix the samples), the keys of both config.yml, and the rows of
-metrics.jsonl that both have. The names of the runs, their folders, commands, times and Slurm jobs,
-and how long threads spin, are left out. The exit code is 0 if nothing differs, and 1 otherwise.
+The tool compares three files of both run folders:
+
+- run.json: the last start of the run (commit, changes, versions, hosts, environment, and the values
+  that determine the samples);
+- config.yml: all keys;
+- metrics.jsonl: the rows for steps that are in both files.
+
+The names of the runs, their folders, commands, times and Slurm jobs are not compared. How long
+threads spin is not compared either. The exit code is 0 if nothing differs, and 1 otherwise.
 """
 
 import difflib
@@ -32,7 +37,7 @@ COMPARED = ("loss", "lr", "grad_norm", "samples")
 
 @entry.reports()
 def main() -> int:
-    """Print the differences, and return exit code 1 if there are any, otherwise 0."""
+    """Print the differences between two runs. Return exit code 1 if there are any, otherwise 0."""
     parser = entry.parser(__doc__)
     parser.add_argument("runs", nargs=2, type=Path, metavar="RUN", help="run folder")
     a, b = (RunFolder(path) for path in parser.parse_args().runs)
@@ -48,10 +53,10 @@ def main() -> int:
 
 
 def contents(run: RunFolder) -> tuple[dict[str, Any], list[str], dict[str, Any]]:
-    """Return what is compared of a run.
+    """Return the contents of a run folder that are compared.
 
     Returns:
-        (record of the last start, lines of the patch of the code, configuration).
+        (record of the last start, lines of the patch of the code, config).
 
     Raises:
         UserError: A file is missing or damaged.
@@ -69,7 +74,7 @@ def contents(run: RunFolder) -> tuple[dict[str, Any], list[str], dict[str, Any]]
 
 
 def differences(before: str, a: Mapping[str, Any], b: Mapping[str, Any]) -> Iterator[str]:
-    """Yield a line for each value that differs between two nested dicts.
+    """Yield a line of text for each value that differs between two nested dicts.
 
     Args:
         before: A text for the start of each line.
@@ -85,7 +90,7 @@ def differences(before: str, a: Mapping[str, Any], b: Mapping[str, Any]) -> Iter
 
 
 def later_losses(*runs: RunFolder) -> Iterator[str]:
-    """Yield a line for each metric that differs, with the first step at which it differs."""
+    """Yield a line of text for each metric that differs, with the first step of a difference."""
     a, b = (
         {
             (name, row["step"]): value

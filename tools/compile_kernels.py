@@ -19,7 +19,7 @@ The columns of the CSV are:
   group: all groups above 1 have the same code);
 - the tile (M, N, warps, stages);
 - the registers of a thread, the bytes that a thread spills, and the shared memory in bytes;
-- whether matrix products are serialised (1 if ptxas reports that each product waits for the one
+- whether matrix products are serialised (1 if ptxas reports that each product waits for the product
   before it);
 - the number of special functions (log2, exp2, 1/x) per attention score in the costliest loop.
 
@@ -114,8 +114,11 @@ def variants() -> Iterator[Variant]:
 def kernel_of(name: str) -> tuple[PositionalEmbedding, DeviceFunctions, list[str]]:
     """Return the distance kernel in `name`, its device functions, and the inputs of other terms.
 
+    The inputs are names of tensors.
+
     Args:
-        name: A distance kernel, alone or with other terms, as in `kerple_log + forget_gate`.
+        name: The distance kernel, alone or with other terms of attention, as in
+            `kerple_log + forget_gate`.
     """
     # The inputs are tensor names.
     names = name.split(" + ")
@@ -127,7 +130,7 @@ def kernel_of(name: str) -> tuple[PositionalEmbedding, DeviceFunctions, list[str
 
 
 def tile_of(variant: Variant) -> Tile:
-    """Return the tile size that training uses for a variant."""
+    """Return the tile size with which training runs a variant."""
     # From `tile_sizes.TABLE`.
     itemsize, size = DTYPES[variant.dtype].itemsize, padded(variant.head_size)
     if variant.which in ("decode", "merge"):
@@ -139,10 +142,11 @@ def tile_of(variant: Variant) -> Tile:
 
 
 def unchanged(rows: list[Row], wanted: list[Variant]) -> dict[Variant, Row]:
-    """Return the variants in `wanted` that are already compiled, as a dict from variant to row.
+    """Return the rows of variants that need not be compiled again, as a dict from variant to row.
 
     Args:
         rows: The lines of the CSV of compiled kernels.
+        wanted: The variants that are requested.
     """
     # A variant counts as compiled if `rows` has a row for it with the current Triton version and
     # tile size. Changes to the source code of the kernels are not noticed.

@@ -1,11 +1,11 @@
-"""Examine this machine and the installed software, and say what to do about each problem.
+"""Examine this machine and the installed software, and tell the user how to solve each problem.
 
     python tools/doctor.py [CONFIG.yml ...] [--json]
     torchrun --nnodes=... tools/doctor.py CONFIG.yml      # every machine of a job
 
 With a config, the tool also checks the run folder `save` of this config, and reports what the
-config's `auto` values choose. The report is plain text, to be pasted into an issue. The exit code
-is 1 if there is a problem.
+config's `auto` values select. The report is plain text, which can be pasted into an issue. The exit
+code is 1 if there is a problem.
 """
 
 import argparse
@@ -62,7 +62,7 @@ def examine(paths: list[Path]) -> list[tuple[str, Finding]]:
     """Run all checks, and return (name of the check, finding) for each finding.
 
     Args:
-        paths: The config files of the planned run. May be empty.
+        paths: The config files of the planned run. The list may be empty.
     """
     report: list[tuple[str, Finding]] = []
     gpus = _gpu_count()

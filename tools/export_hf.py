@@ -3,15 +3,16 @@
     python tools/export_hf.py RUN DIR [--dtype bfloat16] [--license apache-2.0]
 
 The newest checkpoint of the run folder RUN is written to the new folder DIR. DIR contains
-config.json, model.safetensors, the tokenizer's files and a model card, README.md. If none of
-the classes of transformers in `megatron/hub/classes.yml` computes the same, DIR also contains the
-model's code, modeling_kerple.py. In any environment with torch and transformers,
+config.json, model.safetensors, the tokenizer's files and a model card, README.md. If no class of
+transformers in `megatron/hub/classes.yml` computes the same function as the model, DIR also
+contains the model's code, modeling_kerple.py. In any environment with torch and transformers, these
+lines load the model and its tokenizer:
 
     AutoModelForCausalLM.from_pretrained(DIR, trust_remote_code=True)
     AutoTokenizer.from_pretrained(DIR)
 
-load the model and its tokenizer. Before DIR appears, the tool loads the export in this way and
-compares its logits and token ids with this project's. See docs/huggingface.md.
+Before DIR appears, the tool loads the export in this way, and compares its logits and token ids
+with those of this project. See docs/huggingface.md.
 """
 
 import os
@@ -35,7 +36,7 @@ PRECISIONS = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16", "float64
 
 @entry.reports(*USER_ERRORS)
 def main() -> int:
-    """Export the run, and return exit code 0, or 1 if this is impossible."""
+    """Export the run. Return exit code 0, or 1 if the export is impossible."""
     parser = entry.parser(__doc__)
     add = parser.add_argument
     add("run", type=Path, metavar="RUN", help="run folder")

@@ -8,14 +8,14 @@ the number of tensor-parallel ranks in training. The tool writes the file `lates
 `mp_rank_YY_model_states.pt`, where XX is the layer and YY is the tensor-parallel rank.
 
 If a published checkpoint is imported and then exported, the exported tensors equal the original
-ones.
+tensors.
 
 To load the export, set two keys in the published code's config:
 
 - `no_load_optim: true`, because the export contains no optimizer state.
 - `make_vocab_size_divisible_by`, only if N differs from the number of tensor-parallel ranks in
   training. Set it to the padded vocabulary size divided by N, because the published code compares
-  its own padded size with the checkpoint's.
+  its own padded size with the padded size in the checkpoint.
 """
 
 from pathlib import Path
@@ -26,7 +26,7 @@ from megatron.engine.checkpoint.exchange import export_checkpoint
 
 @entry.reports()
 def main() -> int:
-    """Export the checkpoint and return exit code 0, or 1 if the export is impossible."""
+    """Export the checkpoint. Return exit code 0, or 1 if the export is impossible."""
     parser = entry.parser(__doc__)
     parser.add_argument("source", type=Path, metavar="SRC")
     parser.add_argument("target", type=Path, metavar="DST")

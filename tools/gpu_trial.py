@@ -1,17 +1,24 @@
-"""Measure on a GPU what docs/gpu.md lists, in order of worth, and compare it with the goals.
+"""Measure on a GPU what docs/gpu.md lists, the most important first, and compare it with goals.
 
-    python tools/gpu_trial.py --minutes 9             # call it again: it goes on where it stopped
+    python tools/gpu_trial.py --minutes 9             # repeat it: it continues where it stopped
     python tools/gpu_trial.py --minutes 9 --part 3    # one part only
     python tools/gpu_trial.py --rehearse --minutes 9 --out runs/rehearsal    # without a GPU
 
-The parts are: 1 correctness of 20 variants of attention, 2 times of attention at four lengths,
-3 the training step, 4 launches and decoding, 5 tile sizes. The tool needs torch 2.11 and triton 3.6
-or newer, and no other package of this project.
+The parts are:
 
-The results are gpu_trial.json and gpu_trial.md (the table of goals) in the folder `--out`. They are
-written after each measurement. What has a result from the same GPU and versions is not measured
-again. The tool ends before its minutes are over, and stops a measurement that would take longer.
-A measurement that ends its process, or takes longer than LIMIT seconds, is recorded as failed.
+1. correctness of 20 variants of attention
+2. times of attention at four lengths
+3. the training step
+4. launches and decoding
+5. tile sizes
+
+The tool needs torch 2.11 and triton 3.6 or newer, and no other package of this project.
+
+The tool writes gpu_trial.json (the results) and gpu_trial.md (the table of goals) into the folder
+`--out`, after each measurement. A measurement that already has a result from the same GPU and
+versions is not repeated. The tool ends before the given minutes are over, and stops a measurement
+that would take longer. A measurement that ends its process, or takes longer than LIMIT seconds, is
+recorded as failed.
 
 Without a GPU, the tool rehearses: it runs the same code in Triton's interpreter, on tiny inputs.
 """
@@ -39,7 +46,10 @@ NAME = "gpu_trial"
 
 @entry.reports()
 def main(argv: list[str] | None = None) -> int:
-    """Measure in a child process until all is done or the time is over, and print the table."""
+    """Run the measurements in child processes until all are done or the time is over.
+
+    Print the table of goals, and return the exit code.
+    """
     args = arguments().parse_args(argv)
     end = time.monotonic() + 60 * args.minutes - MARGIN
     args.out.mkdir(parents=True, exist_ok=True)
@@ -72,9 +82,10 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def work(args: argparse.Namespace, crashed: bool) -> None:
-    """Do all measurements that have no result yet. This function runs in the child process.
+    """Do all measurements that have no result yet. This function runs in a child process.
 
     Args:
+        args: The parsed command line.
         crashed: Whether the previous child process ended during a measurement.
     """
     os.setpgid(0, 0)
@@ -124,7 +135,7 @@ def work(args: argparse.Namespace, crashed: bool) -> None:
 
 
 def arguments() -> argparse.ArgumentParser:
-    """Return the parser of the command line."""
+    """Return the parser of the command line's arguments."""
     found = entry.parser(__doc__)
     minutes = entry.number(float, 0.1)
     found.add_argument("--minutes", type=minutes, default=9.0, help="end before these are over")

@@ -2,10 +2,10 @@
 
     python tools/import_hf.py DIR RUN
 
-DIR contains config.json and safetensors files, as `save_pretrained` writes them, and
-tokenizer.json or tokenizer.model. RUN is a new or empty folder. To use the imported model, give RUN
-to evaluate.py or generate.py as `--load`. To train it further, set the config key `load` to RUN,
-and `finetune: true`. The weights keep their values and dtypes.
+DIR contains config.json and safetensors files, as `save_pretrained` writes them, and tokenizer.json
+or tokenizer.model. RUN is a new or empty folder. To use the imported model, pass RUN to evaluate.py
+or generate.py as `--load`. To train the imported model further, set the config keys `load: RUN` and
+`finetune: true`. The weights keep their values and dtypes.
 
 Only JSON, safetensors and tokenizer.model are read. Pickles (`pytorch_model.bin`) are refused, and
 code in DIR is never run.
@@ -20,7 +20,7 @@ from megatron.hub.importing import import_folder
 
 @entry.reports(*USER_ERRORS)
 def main() -> int:
-    """Import the model and return exit code 0, or print what prevents it and return 1."""
+    """Import the model. Return exit code 0, or print an error and return 1."""
     parser = entry.parser(__doc__)
     parser.add_argument("source", type=Path, metavar="DIR")
     parser.add_argument("target", type=Path, metavar="RUN")

@@ -3,10 +3,10 @@
     python tools/import_kerple.py SRC DST [--config FILE.yml ...]
 
 SRC is a folder unzipped from a KERPLE or GPT-NeoX release. SRC contains the file `latest` and the
-folder `global_stepN/`, or is itself a `global_stepN` folder. DST becomes a run folder. To use it,
-set `load` in a config, or give it to evaluate.py as `--load`. Both also accept SRC itself, but then
-the tensor-parallel shards are merged each time. The import merges the shards once and checks that
-nothing is missing.
+folder `global_stepN/`, or is itself a `global_stepN` folder. DST becomes a run folder. To use DST,
+set `load` in a config, or pass DST to evaluate.py as `--load`. Both also accept SRC itself, but
+then the tensor-parallel shards are merged each time. The import merges the shards once, and checks
+that nothing is missing.
 
 The import reads the weights, the step and the learning-rate schedule. It does not read the
 optimizer's state. Files whose pickled data would run code are refused.
@@ -24,7 +24,7 @@ from megatron.run_folder import is_published
 
 @entry.reports()
 def main() -> int:
-    """Import the checkpoint and return exit code 0, or print what prevents it and return 1."""
+    """Import the checkpoint. Return exit code 0, or print an error and return 1."""
     parser = entry.parser(__doc__)
     parser.add_argument("source", type=Path, metavar="SRC")
     parser.add_argument("target", type=Path, metavar="DST")
@@ -69,7 +69,7 @@ def _checkpoint_in(folder: Path) -> Path:
 
 
 def _last_value(key: str, files: list[Path]) -> object:
-    """Return the value that the YAML files give to `key`, or None if no file contains it."""
+    """Return the value of `key` in the last of the YAML files that contain it, or None."""
     # If several files contain `key`, the last one determines the value. The files may write `-`
     # instead of `_` in keys.
     value = None

@@ -2,10 +2,10 @@
 
     python tools/inspect_shards.py data/mine_text_document -v vocab.json -m merges.txt
 
-The tool prints counts and percentiles of the documents' lengths. It prints documents as text if you
-give the files of the tokenizer that wrote the shards. The tokenizer's type is read from the shards'
-manifest, and files of another tokenizer are refused. Every token is read once, to check that all
-tokens lie inside the vocabulary. The exit code is 1 if anything is wrong.
+The tool prints counts, and percentiles of the documents' lengths. If you pass the files of the
+tokenizer that wrote the shards, the tool also prints documents as text. It reads the tokenizer's
+type from the shards' manifest, and refuses files of another tokenizer. Every token is read once, to
+check that all tokens are in the vocabulary. The exit code is 1 if anything is wrong.
 """
 
 import argparse
@@ -59,7 +59,12 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def tokenizer_for(arguments: argparse.Namespace, manifest: dict | None) -> Tokenizer | None:
-    """Build the tokenizer of the shards. Return None if its type or its files are not known."""
+    """Build the tokenizer of the shards. If its type or its files are unknown, return None.
+
+    Args:
+        arguments: The parsed command line.
+        manifest: The description of the shards, or None.
+    """
     kind = arguments.tokenizer or (manifest or {}).get("tokenizer")
     if kind is None or (kind not in _BARE and not arguments.vocab_file):
         return None
@@ -67,7 +72,12 @@ def tokenizer_for(arguments: argparse.Namespace, manifest: dict | None) -> Token
 
 
 def print_counts(shards: ShardReader, manifest: dict | None) -> None:
-    """Print the numbers of documents and tokens, document lengths, and facts from the manifest."""
+    """Print the numbers of documents and tokens, document lengths, and facts from the manifest.
+
+    Args:
+        shards: The shards.
+        manifest: The description of the shards, or None.
+    """
     print(f"{shards.prefix}: {len(shards):,} documents, {len(shards.tokens):,} tokens")
     print(f"dtype: {shards.dtype.name}; {shards.tokens.nbytes / 1e6:,.1f} MB")
     if len(shards):
@@ -94,11 +104,13 @@ def check_tokens(shards: ShardReader, manifest: dict | None, vocab_size: int | N
 
     Args:
         shards: The shards to check.
-        manifest: The description of the shards, with the expected counts. None skips this check.
-        vocab_size: The number of token ids in the vocabulary. None skips this check.
+        manifest: The description of the shards, with the expected numbers. With None, the numbers
+            are not checked.
+        vocab_size: The number of token ids in the vocabulary. With None, the token ids are not
+            checked.
 
     Raises:
-        ShardError: The manifest has other counts, or a token is outside the vocabulary.
+        ShardError: The manifest has other numbers, or a token is outside the vocabulary.
     """
     for key, found in (("documents", len(shards)), ("tokens", len(shards.tokens))):
         if manifest and manifest.get(key, found) != found:
@@ -116,7 +128,7 @@ def check_tokens(shards: ShardReader, manifest: dict | None, vocab_size: int | N
 
 
 def print_documents(shards: ShardReader, tokenizer: Tokenizer, count: int, characters: int) -> None:
-    """Print the first `count` documents as text, at most `characters` characters of each."""
+    """Print the first `count` documents as text, with at most `characters` characters of each."""
     for i in range(min(count, len(shards))):
         # Four tokens for each character are enough, because hardly any token is shorter than a
         # quarter of a character.

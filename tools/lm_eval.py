@@ -3,10 +3,10 @@
     python tools/lm_eval.py RUN --tasks hellaswag,piqa
     python tools/lm_eval.py RUN --tasks mine --include_path FOLDER_WITH_YAML_FILES
 
-RUN is a run folder. The configuration is its `config.yml`. A published checkpoint has no such file,
-so name its config files after RUN. The harness's table is written to standard output, everything
-else to standard error. If torchrun starts several processes, they share the model by tensor
-parallelism.
+RUN is a run folder. The config is the file `config.yml` in RUN. A published checkpoint has no such
+file, so name its config files after RUN. The harness's table is written to standard output. All
+other output is written to standard error. If torchrun starts several processes, they share the
+model by tensor parallelism.
 
 A task's YAML file may run code (`!function`), and a task's data set may run code, too. Use only
 tasks that you trust.
@@ -31,7 +31,7 @@ def main() -> int:
 
     Returns:
         The exit code: 0 on success, 2 for a config error, 1 for another error that the user can
-        fix.
+        correct.
     """
     args = parse_arguments()
     if not launcher.is_alone():

@@ -2,11 +2,11 @@
 
     python tools/merge_shards.py 'data/mine-*-of-00008_text_document' data/mine_text_document
 
-The documents keep the order of the inputs. The shards that match a glob are sorted by name.
+The documents stay in the order of the inputs. The shards that match a glob are sorted by name.
 Partitions written by `prepare_data.py --partition I/N` must follow each other without a gap. The
-merged files are then, byte for byte, those that an unpartitioned run would have written. gpt-neox's
-`merge_datasets.py` writes the same .bin and .idx files. Training does not need merged shards,
-because `data_path` may also be a list or a glob of shards.
+merged files are then, byte for byte, those that a run without partitions would have written.
+gpt-neox's `merge_datasets.py` writes the same .bin and .idx files. Training does not need merged
+shards, because `data_path` may also be a list or a glob of shards.
 """
 
 from megatron import entry

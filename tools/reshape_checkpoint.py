@@ -2,8 +2,9 @@
 
     python tools/reshape_checkpoint.py RUN OUT [--tag global_stepN] [--workers 4]
 
-The newest checkpoint of RUN is converted, or the one named by --tag. The tool writes each parameter
-and its optimizer state unsharded to OUT/global_stepN/zero/NAME/{fp32,exp_avg,exp_avg_sq,step}.pt.
+The tool converts the newest checkpoint of RUN, or the checkpoint that --tag names. It writes each
+parameter and its optimizer state unsharded to
+OUT/global_stepN/zero/NAME/{fp32,exp_avg,exp_avg_sq,step}.pt.
 
 Training does not need this tool, because train.py converts checkpoints by itself. Use the tool to
 convert a checkpoint on another machine, or to read the optimizer state.
@@ -24,17 +25,18 @@ from megatron.parallel.groups import build_groups
 
 
 def reshape(run: Path, out: Path, tag: str | None, workers: int) -> Path:
-    """Convert a checkpoint, and return the folder written.
+    """Convert a checkpoint to the universal format, and return the folder that was written.
 
     Args:
-        run: The folder that contains the run's checkpoints.
+        run: The run folder that contains the checkpoints.
         out: The folder in which to create the converted checkpoint.
-        tag: The checkpoint to convert, such as `global_step1000`; None means the newest.
+        tag: The name of the checkpoint to convert, such as `global_step1000`; None means the
+            newest.
         workers: The number of processes.
 
     Raises:
-        CheckpointError: The checkpoint does not exist, is damaged, or cannot be converted, or
-            the output folder exists already.
+        CheckpointError: The checkpoint does not exist, is damaged, or cannot be converted, or the
+            output folder exists already.
     """
     saved = Saved(run, tag) if tag else require_newest(run)
     if not saved.path.is_dir():
@@ -58,7 +60,7 @@ def reshape(run: Path, out: Path, tag: str | None, workers: int) -> Path:
 def main() -> int:
     """Convert the checkpoint that the command line names, and return exit code 0.
 
-    For an error that the user can fix, print the error and return exit code 1.
+    For an error that the user can correct, print the error and return exit code 1.
     """
     parser = entry.parser(__doc__)
     parser.add_argument("run", type=Path, help="folder with `latest` and global_step folders")

@@ -5,11 +5,11 @@
     python tools/sweep.py GRID.yml --only 'github-*' --jobs 2
 
 Each cell (run) of the grid has its own run folder, with its log in log.txt. If the same command is
-given again, it skips finished cells and resumes the others. A cell is stale if its configuration,
-text or code has changed since its run began. Stale cells are reported and left as they are, unless
-`--stale` says what to do. Several sweeps may run one grid: each leaves alone the cells that another
-one is running. The file cells.csv beside the run folders lists all cells. The exit code is 1 if a
-cell failed, is stale or was left to another sweep, and 130 after a signal.
+run again, the tool skips finished cells and resumes the others. A cell is stale if its config, text
+or code has changed since its run began. Stale cells are reported and left as they are, unless
+`--stale rerun` is given. Several sweeps may run the same grid at the same time: each sweep skips
+the cells that another sweep is running. The file cells.csv beside the run folders lists all cells.
+The exit code is 1 if a cell failed, is stale or was left to another sweep, and 130 after a signal.
 """
 
 import argparse
@@ -49,7 +49,7 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
 
 @entry.reports()
 def main(argv: list[str] | None = None) -> int:
-    """Run the grid, and return the exit code."""
+    """Run the cells of the grid, and return the exit code."""
     # See the module docstring.
     args = parse_arguments(argv)
     try:
@@ -83,7 +83,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _train_tokenizer(grid: Grid, wanted: TrainedTokenizer) -> None:
-    """Train the tokenizer of a grid if its file is missing."""
+    """Train the tokenizer of a grid, if the tokenizer's file is missing."""
     file, text = (filled(each, grid.variables) for each in (wanted.file, wanted.text))
     if not Path(file).exists():
         print(f"training a tokenizer on {text}: {file}", flush=True)
@@ -91,7 +91,7 @@ def _train_tokenizer(grid: Grid, wanted: TrainedTokenizer) -> None:
 
 
 def _list(cells: list[Cell], grid: Grid) -> int:
-    """Print each run of a grid with its state, or with the problems of its configuration."""
+    """List the runs of a grid with their states or config problems; return the exit code."""
     wrong = 0
     for cell in cells:
         try:
@@ -126,7 +126,12 @@ def _run(args: argparse.Namespace, grid: Grid, left: list[Cell], *, stale: bool)
 
 
 def _devices(args: argparse.Namespace, processes: int) -> list[str]:
-    """Return one value of CUDA_VISIBLE_DEVICES for each run that may be active at the same time."""
+    """Return one value of CUDA_VISIBLE_DEVICES for each run that may be active at the same time.
+
+    Args:
+        args: The parsed command line.
+        processes: The number of processes of each run. Each process gets one GPU.
+    """
     import torch
 
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
@@ -151,7 +156,7 @@ def _array_job(args: argparse.Namespace, grid: Grid, left: list[Cell]) -> str:
 
 
 def _move_away(folder: Path) -> Path:
-    """Rename a run folder to the first free name FOLDER.stale-N, and return that name."""
+    """Rename a run folder to the first free name FOLDER.stale-N, and return the new path."""
     number = 1
     while (target := folder.with_name(f"{folder.name}.stale-{number}")).exists():
         number += 1

@@ -4,9 +4,10 @@
     python tools/table.py runs/a runs/b --out results/mine
 
 With a grid file, the tool also tests the grid's endpoints (its claims), and writes a verdict on
-each. Cells that are not finished are named and left out. The folder DIR of `--out DIR` then
-contains report.html (one file with the plots), tables.md, tables.tex, results.csv, verdicts.csv,
-theta.csv (how far the kernels' parameters moved) and the plots.
+each claim. Runs that are not finished are listed by name, and their results are left out. The tool
+writes these files into the folder DIR of `--out DIR`: report.html (one file with the plots),
+tables.md, tables.tex, results.csv, verdicts.csv, theta.csv (how far training moved the kernels'
+parameters) and the plots.
 """
 
 import argparse

@@ -23,6 +23,11 @@ SMALLEST = 257
 def train_tokenizer(texts: Sequence[str], size: int, out: Path) -> None:
     """Train a tokenizer with `size` tokens on `texts`, and write its tokenizer.json to `out`.
 
+    Args:
+        texts: Paths of text files and folders, or names of builtin corpora.
+        size: The number of tokens in the vocabulary.
+        out: The path of the file to write.
+
     Raises:
         DataError: There is no text, or `size` is too small.
     """

@@ -1,10 +1,11 @@
 """Compute causal attention with a learnable distance kernel, by one of several backends.
 
-A distance kernel is a bias or a factor that depends only on the query-key distance. All backends
-have the same signature. `eager` is the specification, and every other backend is tested against
-`eager`. `choose` selects a backend once at start-up. `attend` selects a backend for a single call.
-`score_mod_of` makes an embedding a function for torch's flex_attention. `cache_launches` makes the
-calls of the fused backend shorter for the host.
+A distance kernel is a bias that is added to the attention scores, or a factor that multiplies them.
+It depends only on the query-key distance. All backends have the same signature. `eager` is the
+specification, and every other backend is tested against `eager`. `choose` selects a backend once at
+start-up. `attend` selects a backend for a single call. `score_mod_of` converts an embedding to a
+`score_mod` function for torch's flex_attention. `cache_launches` reduces the CPU time that the
+fused backend needs to launch its Triton kernels.
 """
 
 from megatron.attention.call import Call, starts_from_ids

@@ -1,7 +1,7 @@
 """Define attention backends, and check the inputs of a call.
 
-A backend computes attention for a `Call`. A `Request` describes the calls of a model, and a backend
-may refuse it.
+A backend computes attention for a `Call`. A `Request` describes the calls that a model makes. A
+backend may refuse a request.
 
 Legend: see `choice`.
 """
@@ -27,7 +27,7 @@ class AttentionError(ValueError):
 
 @dataclass(frozen=True)
 class Request:
-    """What a model requires of an attention backend.
+    """The requirements of a model for its attention backend.
 
     Attributes:
         pos: The positional embedding.
@@ -56,14 +56,16 @@ class Backend:
 
     Attributes:
         name: The name, as in the config key `attention_backend`.
-        function: Computes attention. Returns the output, or (output, lse) if the call asks for it.
-            lse is the log-sum-exp of each softmax [batch, heads, queries], in at least fp32.
-        refusal: Returns why the backend does not support a request, or None if it does.
-        remark: Returns a text for the log about a request. The text may be empty.
+        function: The function that computes attention. It returns the output, or (output, lse) if
+            the call asks for lse. lse is the log-sum-exp of each softmax [batch, heads, queries],
+            in at least fp32.
+        refusal: A function that returns why the backend does not support a request. It returns None
+            if the backend supports the request.
+        remark: A function that returns a text for the log about a request. The text may be empty.
         grouped: Whether k and v may have fewer heads than q.
         gives_lse: Whether `function` can return lse.
-        tempers: Returns whether the backend multiplies the scores by the embedding's temperature.
-            If not, the caller multiplies q by the temperature.
+        tempers: A function that returns whether the backend multiplies the scores by the
+            embedding's temperature. If not, the caller multiplies q by the temperature.
     """
 
     name: str
@@ -82,7 +84,7 @@ def wants_gradients(call: Call) -> bool:
 
 
 def weighted(pos: PositionalEmbedding) -> bool:
-    """Return whether the embedding multiplies the query-key products by some function."""
+    """Return whether the embedding has a factor that multiplies the query-key products."""
     one_HN = torch.ones(1, len(pos.parameters))
     return pos.has("distance") and pos.weight(one_HN, torch.arange(2)) is not None
 
@@ -90,8 +92,8 @@ def weighted(pos: PositionalEmbedding) -> bool:
 def constant(function: F) -> F:
     """Decorate a function so that `torch.compile` treats its result as a constant.
 
-    The function runs once, at compile time. The compiled graph is valid only if the function's
-    first argument is the same object.
+    The function runs once, at compile time. The compiled graph is valid only for calls in which the
+    function's first argument is the same object.
     """
 
     # by address, because torch 2.11 accepts only numbers, texts and the like
@@ -109,10 +111,11 @@ def constant(function: F) -> F:
 
 
 def check_terms(call: Call) -> None:
-    """Check the inputs of an attention call other than the shapes and dtypes of q, k and v.
+    """Check all inputs of an attention call, except the shapes and dtypes of q, k and v.
 
     Raises:
-        AttentionError: Shapes, dtypes or devices do not fit together, or a number is out of range.
+        AttentionError: A shape, dtype or device does not fit the other inputs, or a number is out
+            of range.
     """
     q_BHTE, k_BKSE, v_BKSE, theta_HN = call.q_BHTE, call.k_BKSE, call.v_BKSE, call.theta_HN
     batch, heads, queries, _ = q_BHTE.shape
@@ -164,7 +167,7 @@ def check_qkv(q_BHTE: Tensor, k_BKSE: Tensor, v_BKSE: Tensor) -> None:
     """Check that the shapes and dtypes of q, k and v fit together.
 
     Raises:
-        AttentionError: They do not.
+        AttentionError: The shapes or dtypes do not fit together.
     """
     if any(x.dim() != 4 for x in (q_BHTE, k_BKSE, v_BKSE)) or 0 in q_BHTE.shape[1:]:
         raise AttentionError(

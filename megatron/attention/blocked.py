@@ -9,20 +9,20 @@ Here dX, dV and so on are the gradients of the loss with respect to X, V and so 
 bias and the factor of a distance kernel, which depend on the query-key distance d.
 `tiled.decay_and_sink` has the formulas of the decay and the sink.
 
-This backend is pure torch and written for CPUs. Nearly all of its time is spent in matrix products,
-and the scores of keys after a block's last query are never computed. The embedding's formula
+This backend is written in pure torch, for CPUs. It spends nearly all of its time in matrix
+products. It does not compute scores of keys after a block's last query. The embedding's formula
 computes b and w before the call, as vectors over distances in at least fp32. Therefore autograd
-propagates db and dw to the kernel's parameters. If b also depends on the query's position, it is
-computed tile by tile (`tiled.row_bias`). The order of queries is reversed (`tiled.toeplitz` gives
-the reason). With a window, b is -inf at distances longer than the window. A block skips keys that
-none of its queries sees because of the window, or because the keys are in an earlier document.
+propagates db and dw to the kernel's parameters. If b also depends on the query's position, b is
+computed tile by tile (`tiled.row_bias`). Queries are in reversed order (`tiled.toeplitz` explains
+why). With a window, b is -inf at distances longer than the window. A block skips all keys that the
+window hides from each of its queries. It also skips keys of documents that end before its queries.
 
-In addition to the results, memory is needed for contiguous copies of the inputs and for buffers of
-the size of one tile's scores (see `tiled.tiles`). The forward pass needs one such buffer, and the
-backward pass needs two. With a factor w or with dropout, the forward pass needs one more. The
-backward pass needs one more for w, and one more for dropout or a sink. For long sequences, the
-backward pass computes P again. For short sequences, P is hardly larger than the inputs. P is then
-kept (`blocked_call.KEPT_SHARE`), which saves a sixth of the time.
+In addition to the results, this backend needs memory for contiguous copies of the inputs, and for
+buffers of the size of one tile's scores (see `tiled.tiles`). The forward pass needs one buffer, or
+two with a factor w or with dropout. The backward pass needs two buffers. It needs a further buffer
+with a factor w, and a further buffer with dropout or a sink. For long sequences, the backward pass
+computes P again. For short sequences (see `blocked_call.KEPT_SHARE`), P is hardly larger than the
+inputs. The forward pass then stores P, which saves a sixth of the time.
 
 Legend: B batch, H heads, N = B H (flattened), T queries, S keys, E head size, R rows and n keys of
 a tile, m pairs (sequence, head) of a tile. In this file, the T axis is in reversed order.
@@ -49,7 +49,7 @@ _outside_of_graphs = torch._disable_dynamo(run)  # pyright: ignore[reportPrivate
 def blocked(call: Call) -> Any:
     """Compute attention tile by tile, without storing all scores at once.
 
-    Return the output [batch, heads, queries, head size], or (output, lse) if the call asks for it.
+    Return the output [batch, heads, queries, head size], or (output, lse) if the call asks for lse.
     lse is the log-sum-exp of each softmax.
     """
     if call.q_BHTE.shape[2] == 1 and not wants_gradients(call) and not call.dropout_p:

@@ -1,7 +1,7 @@
-"""Hold the inputs of one attention call, and simplify them for a backend.
+"""Define the inputs of one attention call, and simplify them for a backend.
 
-For example, most backends do not apply a temperature, because `lowered` multiplies it into q.
-Exports contain this file (see `megatron.hub.bundle`).
+For example, most backends cannot apply a temperature. For these backends, `lowered` multiplies q by
+the temperature. Exported models contain a copy of this file (see `megatron.hub.bundle`).
 
 Legend: see `choice`.
 """
@@ -19,7 +19,7 @@ from megatron.positional.base import PositionalEmbedding
 class Call:
     """The inputs of one attention call.
 
-    Rotary embeddings must be applied before.
+    Rotary embeddings must already be applied to the queries and keys.
 
     Attributes:
         q_BHTE: The queries [batch, heads, queries, head size].
@@ -32,15 +32,16 @@ class Call:
         dropout_p: The probability of dropping a softmax weight. Random numbers are drawn from the
             default generator of q's device.
         query_offset: The position of the first query. The first key has the position 0. Keys after
-            the last query are ignored: unused entries of a cache of keys may contain anything.
-        decay_BHS: The sum c of all log-decays up to each position [batch, heads, keys], as of a
-            forget gate. c_i - c_j is added to the logit of query i and key j. Long sequences need
-            fp64.
+            the last query are ignored. Therefore unused entries of a key cache may contain any
+            numbers.
+        decay_BHS: The sum c of all log-decays up to each position [batch, heads, keys]. For a
+            forget gate, a log-decay is the logarithm of the gate. c_i - c_j is added to the logit
+            of query i and key j. Long sequences need fp64.
         starts_BS: The position of the first token of each token's document [batch, keys]. A query
-            sees only keys of its own document.
-        window: The largest distance at which a query sees a key.
-        positions_BT: The position of each query [batch, queries]. None means that biases use the
-            position in the document, and temperatures the position in the sequence.
+            sees only keys of its own document. None if each sequence is one document.
+        window: The largest distance at which a query sees a key. None means any distance.
+        positions_BT: The position of each query [batch, queries]. If it is None, biases use the
+            position in the document, and temperatures use the position in the sequence.
         sink_H: The logit of each head's attention sink. None without a sink.
         return_lse: Whether to return (output, lse). lse is the log-sum-exp of each softmax.
     """
@@ -68,7 +69,7 @@ class Call:
 
     @property
     def theta(self) -> Tensor:
-        """The embedding's parameters [heads, parameters], also if there are none."""
+        """The embedding's parameters [heads, parameters]. The tensor is empty if there are none."""
         if self.theta_HN is None:
             return self.q_BHTE.new_empty(self.q_BHTE.shape[1], 0)
         return self.theta_HN
@@ -148,7 +149,8 @@ class Call:
 
         Args:
             theta_HN: The embedding's parameters [heads, parameters].
-            distance_TS: The query-key distances [queries, keys]. Negative distances count as 0.
+            distance_TS: The query-key distances [queries, keys]. Negative distances are replaced by
+                0.
         """
         d_1TS = distance_TS.clamp(min=0)[None]
         bias_HBTS = self.pos.bias_at(theta_HN, d_1TS, self.positions()[:, :, None])
@@ -167,7 +169,7 @@ class Call:
         return (c_BHS[:, :, None] - c_BHT[..., None]).to(dtype)
 
     def with_null_key(self, logits_BHTS: Tensor) -> Tensor:
-        """Return the logits, with a column for the attention sink if there is one."""
+        """Return the logits. An attention sink adds a column of logits, for the null key."""
         if self.sink_H is None:
             return logits_BHTS
         null_H11 = self.sink_H.to(logits_BHTS.dtype)[:, None, None]
@@ -175,12 +177,13 @@ class Call:
 
 
 def lowered(call: Call, *, grouped: bool, tempered: bool = False) -> Call:
-    """Return a call with the same result that is simpler to compute.
+    """Return a simpler attention call that has the same result.
 
     Args:
-        grouped: Whether k and v may keep fewer heads than q. If not, their heads are repeated.
-        tempered: Whether the backend applies the embedding's temperature. If not, q is multiplied
-            by it here.
+        grouped: Whether the backend accepts k and v with fewer heads than q. If not, the heads of k
+            and v are repeated.
+        tempered: Whether the backend applies the embedding's temperature. If not, this function
+            multiplies q by the temperature.
     """
     k_BKSE, v_BKSE, decay_BHS = call.k_BKSE, call.v_BKSE, call.decay_BHS
     # In the returned call, `sink_H` has the logits of the embedding's sink. k, v and the decay
@@ -207,7 +210,7 @@ def lowered(call: Call, *, grouped: bool, tempered: bool = False) -> Call:
 
 
 def _tempered(call: Call) -> Tensor:
-    """Return q, with each query multiplied by the embedding's temperature at its position."""
+    """Return q. Each query is multiplied by the embedding's temperature at the query's position."""
     q_BHTE = call.q_BHTE
     t_HBT = call.pos.temperature(call.theta, call.temperature_positions())
     return (q_BHTE * t_HBT.transpose(0, 1)[..., None]).to(q_BHTE.dtype)
@@ -228,7 +231,7 @@ def starts_from_ids(ids_BS: Tensor) -> Tensor:
     """Return the position of the first token of each token's document, int64 [batch, tokens].
 
     Args:
-        ids_BS: The number of each token's document [batch, tokens].
+        ids_BS: The number of the document that contains each token [batch, tokens].
 
     Raises:
         ValueError: `ids_BS` is not [batch, tokens].

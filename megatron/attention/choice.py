@@ -5,12 +5,13 @@ Every backend computes, for query position i = query_offset + row and key positi
     out_i = sum_j softmax_j(t_h(i) scale (q_i . k_j) w_h(i - j) + b_h(i - j, i) + c_i - c_j) v_j
 
 w and b are the factor and the bias of the distance kernel, which depend on the query-key distance.
-(Some biases also depend on the query's position i in its document.) t is the temperature, c the
-decay. Documents and a window limit the keys that a query sees. A sink adds a null key to the
+(Some biases also depend on the query's position i in its document.) t is the temperature, and c is
+the decay. Documents and a window limit the keys that a query sees. A sink adds a null key to the
 softmax. Each of these terms may be absent.
 
 A request is a combination of embedding, dtype, device, training, dropout and so on. If the chosen
-backend does not serve it, an error names others that do. No backend falls back to another silently.
+backend does not support the request, the error message names backends that support it. No backend
+silently falls back to another backend.
 
 Legend: B batch, H query heads, K key heads (K divides H), T queries, S keys, E head size, N columns
 of theta, the distance kernel's parameters.
@@ -52,8 +53,8 @@ class AttentionFn:
         backend: The chosen backend.
         name: The name of the backend, as in the config key `attention_backend`.
         reason: Why the backend was chosen, for the log.
-        request: The requirements for which the backend was chosen. A call may differ from them if
-            the backend supports it.
+        request: The requirements for which the backend was chosen. A call may have other
+            requirements if the backend supports them.
     """
 
     def __init__(self, backend: Backend, reason: str, request: Request):
@@ -126,7 +127,7 @@ def choose(backend: str, pos: PositionalEmbedding, **conditions: Any) -> Attenti
 
 
 def named(name: str, pos: PositionalEmbedding) -> Backend:
-    """Return the backend with this name."""
+    """Return the backend with this name. `pos` decides which of two backends `eager` means."""
     # The name `eager` has a second meaning for an embedding that rounds as the released KERPLE
     # code does (`PublishedNumerics`).
     if name == "eager" and pos.numerics.published:
@@ -135,7 +136,7 @@ def named(name: str, pos: PositionalEmbedding) -> Backend:
 
 
 def refusal(backend: Backend, request: Request) -> str | None:
-    """Return why the backend does not support a request, or None if it does."""
+    """Return why the backend does not support a request, or None if the backend supports it."""
     sixteen_bit = request.dtype in (torch.bfloat16, torch.float16)
     if request.pos.numerics.published and sixteen_bit and backend is not published_numerics.BACKEND:
         return "computes in fp32, so it cannot round as published_numerics asks"
@@ -152,7 +153,7 @@ def refused(why: str, request: Request) -> AttentionError:
 
 
 def _layout(call: Call) -> tuple:
-    """Return the shapes, dtypes and other properties of a call that a check depends on."""
+    """Return the properties of a call on which its check depends, such as shapes and dtypes."""
     inputs = vars(call).values()
     shapes = ((x.shape, x.dtype, x.device) if isinstance(x, Tensor) else x for x in inputs)
     return *shapes, wants_gradients(call)
@@ -176,14 +177,14 @@ def conditions(call: Call) -> dict[str, Any]:
 
 @constant
 def name_of_choice(pos: PositionalEmbedding, backend: str, **conditions: Any) -> str:
-    """Return the name of the backend that `choose` returns for the same arguments."""
+    """Return the name of the backend that is chosen. The arguments are those of `choose`."""
     return choose(backend, pos, **conditions).name
 
 
 def computed(backend: Backend, call: Call) -> Any:
     """Return the output of an attention call, without checking its inputs.
 
-    Return (output, lse) if the call asks for it. lse is the log-sum-exp of each softmax.
+    Return (output, lse) if the call asks for lse, the log-sum-exp of each softmax.
 
     Raises:
         AttentionError: The call asks for lse, but the backend cannot return it.

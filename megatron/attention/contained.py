@@ -1,8 +1,8 @@
-"""Keep numbers that are not finite in the rows that see them.
+"""Confine NaN and infinity to the outputs of those queries that see them.
 
-A query with the weight 0 for a hidden key still multiplies the key's value by 0, and 0 times NaN is
-NaN. A backend that adds -inf to the scores of hidden keys has the same fault, because NaN - inf is
-NaN. So a NaN in one document could reach another document in the same tile of scores.
+The softmax weight of a hidden key is 0. The key's value is still multiplied by this weight, and 0
+times NaN is NaN. A backend that adds -inf to the scores of hidden keys has the same fault, because
+NaN - inf is NaN. So a NaN in one document could reach another document in the same tile of scores.
 
 Legend: see `choice`.
 """
@@ -20,7 +20,7 @@ from megatron.attention.call import Call
 
 
 def has_values(x: Tensor) -> bool:
-    """Return whether the numbers of a tensor can be inspected here."""
+    """Return whether the values of a tensor can be read, as is usual outside of traced code."""
     # Not inside `torch.compile` or torch.func, and not on the device meta.
     return not (torch.compiler.is_compiling() or is_transformed() or x.is_meta)
 
@@ -32,7 +32,7 @@ def is_transformed() -> bool:
 
 
 def _clean(x: Tensor, bad: Tensor, lost: Tensor) -> Tensor:
-    """Return `x` with 0 where `bad` is true. Its gradient becomes NaN where `lost` is true."""
+    """Return `x` with 0 where `bad` is true. The gradient of `x` is NaN where `lost` is true."""
     x = x.view_as(x)
     if x.requires_grad:
         x.register_hook(lambda grad: grad.masked_fill(lost, torch.nan))

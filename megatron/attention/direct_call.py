@@ -1,8 +1,8 @@
-"""Call attention from code outside of this project, with checks of what such code gets wrong.
+"""Call attention from code outside of this project, and check the inputs for common mistakes.
 
-The model calls `AttentionFn`, which checks shapes and dtypes once. `attend` also looks at values:
-document starts in each call on a CPU, and the formula and theta at the first call of an embedding.
-Under `torch.compile` it looks at the formula alone, with initial values of theta.
+The model calls `AttentionFn`, which checks shapes and dtypes once. `attend` also checks values. On
+a CPU, each call checks the document starts. The first call with an embedding checks the embedding's
+formula and theta. Under `torch.compile`, only the formula is checked, with initial values of theta.
 
 Legend: see `choice`.
 """
@@ -62,8 +62,8 @@ def attend(
 ) -> Any:
     """Return causal attention [batch, heads, queries, head size of v] in q's dtype.
 
-    `Call` describes the arguments that are not listed here. Rotary embeddings
-    rotate all dimensions of q and k here, with the base 10000. Under autocast, q, k and v may have
+    `Call` describes the arguments that are not listed here. If the embedding is rotary, `attend`
+    rotates all dimensions of q and k, with the base 10000. Under autocast, q, k and v may have
     different dtypes.
 
     Args:
@@ -73,12 +73,12 @@ def attend(
         starts_BS: The position of the first token of each token's document; see `starts_from_ids`.
         backend: The name of the backend, as in the config key `attention_backend`.
         return_lse: Whether to return (output, lse). lse [batch, heads, queries] is the log-sum-exp
-            of each softmax. It is differentiable, in at least fp32.
+            of each softmax. lse is differentiable, and its dtype is at least fp32.
 
     Raises:
         AttentionError: The inputs do not fit together, or the backend does not support them.
-        TypeError: An argument is unknown. If similar functions have it, the error says what to
-            write instead.
+        TypeError: An argument is unknown. For arguments of similar functions of other libraries,
+            the error message says what to write instead.
     """
     _check_kinds(pos, unknown)
     q_BHTE, k_BKSE, v_BKSE = _of_one_dtype(q_BHTE, k_BKSE, v_BKSE)
@@ -103,7 +103,10 @@ def attend(
 
 
 def _check_kinds(pos: Any, unknown: Iterable[str]) -> None:
-    """Check that `pos` is an embedding, and that there are no arguments with unknown names."""
+    """Check that `pos` is a positional embedding, and that `unknown` is empty.
+
+    `unknown` contains the names of the caller's arguments that `attend` does not have.
+    """
     for name in unknown:
         near = did_you_mean(name, attend.__kwdefaults__ or ()) + "see help(attend)"
         raise TypeError(f"attend has no argument {name}: {HERE.get(name, near)}")
@@ -122,10 +125,10 @@ def _padded(x: Tensor, size: int) -> Tensor:
 
 
 def _of_one_dtype(*qkv: Tensor) -> tuple[Tensor, ...]:
-    """Return q, k and v. Under autocast, cast them to one dtype if their dtypes differ.
+    """Return q, k and v. If their dtypes differ under autocast, cast them to autocast's dtype.
 
     Raises:
-        AttentionError: A tensor is nested.
+        AttentionError: q, k or v is a nested tensor.
     """
     if any(x.is_nested for x in qkv):
         raise AttentionError(
@@ -139,10 +142,10 @@ def _of_one_dtype(*qkv: Tensor) -> tuple[Tensor, ...]:
 
 
 def _offset(query_offset: int | None, queries: int, keys: int) -> int:
-    """Return the position of the first query, by default 0 for equally many queries and keys.
+    """Return the position of the first query. If it is not given, it is 0.
 
     Raises:
-        AttentionError: The position is None, but the numbers differ.
+        AttentionError: The position is not given, but the numbers of queries and keys differ.
     """
     if query_offset is not None:
         return query_offset
@@ -162,7 +165,8 @@ def _rotated(call: Call) -> tuple[Tensor, Tensor]:
     """Return q and k, rotated by their positions if the embedding is rotary.
 
     Raises:
-        AttentionError: The positions are not read, or those of the keys are missing.
+        AttentionError: The call has positions that the embedding does not use, or a rotary
+            embedding needs positions of keys that the call does not have.
     """
     pos, first = call.pos, call.query_offset
     queries, keys = call.q_BHTE.shape[2], call.k_BKSE.shape[2]
@@ -192,7 +196,7 @@ def _serving_transforms(backend: str) -> str:
     """Return the name of a backend that works inside torch.func (`grad`, `vmap` and so on).
 
     Raises:
-        AttentionError: The user chose a backend that does not work there.
+        AttentionError: The user chose a backend that does not work inside torch.func.
     """
     if torch.compiler.is_compiling() or backend == "eager" or not is_transformed():
         return backend
@@ -202,7 +206,7 @@ def _serving_transforms(backend: str) -> str:
 
 
 def _check_values(call: Call) -> None:
-    """Check the values of the inputs where they can be inspected at low cost."""
+    """Check the values of an attention call's inputs where reading them is possible and cheap."""
     if torch.compiler.is_compiling():
         check_initial_formulas(call.pos, index(call.q_BHTE.shape[1]))
     if not has_values(call.q_BHTE):
@@ -214,10 +218,10 @@ def _check_values(call: Call) -> None:
 
 
 def _check_starts(starts_BS: Tensor) -> None:
-    """Check that the inputs are possible positions of the first token of each token's document.
+    """Check that `starts_BS` has the position of the first token of each token's document.
 
     Raises:
-        AttentionError: They are not.
+        AttentionError: A number in `starts_BS` is not such a position.
     """
     position_S = torch.arange(starts_BS.shape[1], device=starts_BS.device)
     later_BS = (starts_BS > position_S) | (starts_BS < 0)

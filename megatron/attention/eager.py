@@ -3,12 +3,13 @@
     s_ij = scale (q_i . k_j) w_h(i - j) + b_h(i - j, i) + c_i - c_j, -inf where i does not see j
     out = dropout(softmax(s)) v
 
-w and b are the factor and the bias of the distance kernel, which depend on the query-key
-distance. (Some biases also depend on the query's position i in its document.) c is the decay. Query
-i sees the keys first_i <= j <= i. (Without documents or a window, first_i is 0.) With a sink, the
-softmax has one more key, the null key, whose logit is the sink and whose value is 0. Scores, w and
-b are at least fp32. `published_numerics` computes the same formula with the rounding of the
-released KERPLE code. Exports contain this file (see `megatron.hub.bundle`).
+w and b are the factor and the bias of the distance kernel, which depend on the query-key distance.
+(Some biases also depend on the query's position i in its document.) c is the decay. Query i sees
+the keys first_i <= j <= i. (Without documents or a window, first_i is 0.) With a sink, the softmax
+has one more key, the null key, whose logit is the sink and whose value is 0. The dtype of the
+scores, w and b is at least fp32. `published_numerics` computes the same formula with the rounding
+of the released KERPLE code. Exported models contain a copy of this file (see
+`megatron.hub.bundle`).
 
 Legend: B batch, H heads, T queries, S keys, E head size, N columns of theta, the distance kernel's
 parameters.
@@ -28,7 +29,7 @@ from megatron.attention.call import Call
 def eager(call: Call) -> Any:
     """Compute attention directly from its formula.
 
-    Return the output [batch, heads, queries, head size], or (output, lse) if the call asks for it.
+    Return the output [batch, heads, queries, head size], or (output, lse) if the call asks for lse.
     lse is the log-sum-exp of each softmax.
     """
     dtype = torch.promote_types(call.q_BHTE.dtype, torch.float32)

@@ -1,6 +1,6 @@
 """Let second derivatives of an attention backend raise an error instead of being silently zero.
 
-Exports contain this file (see `megatron.hub.bundle`).
+Exported models contain a copy of this file (see `megatron.hub.bundle`).
 """
 
 from collections.abc import Callable
@@ -11,7 +11,7 @@ from torch import Tensor
 
 
 class _NoSecondDerivative(torch.autograd.Function):
-    """Autograd function that returns given gradients, which have no derivatives."""
+    """Autograd function that computes gradients, and raises an error if they are differentiated."""
 
     @staticmethod
     def forward(ctx: Any, run: Callable[[], tuple], *tensors: Tensor | None) -> tuple:

@@ -3,11 +3,11 @@
 A distance kernel is a bias b or a factor w that depends only on the query-key distance. A score_mod
 is a function that FlexAttention applies to each score. The embedding's torch formula is read as a
 symbolic expression (`trace`). The score_mod evaluates the expression at the score's distance, with
-the parameters theta of the score's head. If the formula has no expression, its values are tabulated
-over distances, and the score_mod looks up the entry for the score's distance. The score_mod also
-looks up the decay. FlexAttention's block mask excludes keys outside a window or in other documents.
-Without documents, the block mask is cached for later calls. With a sink, the output is multiplied
-by 1 - p, where p is the softmax weight of the null key.
+the parameters theta of the score's head. Some formulas cannot be read as an expression. Their
+values are tabulated over distances, and the score_mod looks up the value at the score's distance.
+The score_mod also looks up the decay. FlexAttention's block mask excludes keys outside a window or
+in other documents. Without documents, the block mask is cached for later calls. With a sink, the
+output is multiplied by 1 - p, where p is the softmax weight of the null key.
 
 On CUDA this backend is compiled. It adds up theta's gradient with one atomic addition per score,
 which is slow and not repeatable bit for bit. Prefer the backend `fused`. `flex` is for comparison
@@ -46,7 +46,7 @@ w and b are the distance kernel's factor and bias, and d is the query-key distan
 def flex(call: Call) -> Any:
     """Compute attention by torch's FlexAttention.
 
-    Return the output [batch, heads, queries, head size], or (output, lse) if the call asks for it.
+    Return the output [batch, heads, queries, head size], or (output, lse) if the call asks for lse.
     lse is the log-sum-exp of each softmax.
     """
     from torch.nn.attention.flex_attention import AuxRequest
@@ -101,11 +101,11 @@ def score_mod_of(
         theta_HN: The embedding's parameters [heads, parameters].
         length: The number of keys.
         offset: The position of the first query.
-        positions_BT: The position of each query in its document [batch, queries]. Only some
-            embeddings need it.
+        positions_BT: The position of each query in its document [batch, queries]. Only biases that
+            depend on this position need it.
 
     Raises:
-        AttentionError: The embedding changes the scores by distances, but there is no theta.
+        AttentionError: The embedding has a distance kernel, but `theta_HN` is None.
     """
     if not pos.has("distance"):
         return None
@@ -151,7 +151,7 @@ def tabulated(pos: PositionalEmbedding, theta_HN: Tensor, length: int, offset: i
 
 
 def decayed(score_mod: ScoreMod | None, decay_BHS: Tensor, offset: int) -> ScoreMod:
-    """Return a `score_mod` that applies another one and then adds the logits of a forget gate."""
+    """Return a `score_mod` that applies the given `score_mod` and then adds the decay."""
     rows_BHS = decay_BHS.clone()  # only one lookup may be in a tensor that requires a gradient
 
     def with_decay(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
@@ -165,7 +165,7 @@ def decayed(score_mod: ScoreMod | None, decay_BHS: Tensor, offset: int) -> Score
 
 @lru_cache(maxsize=64)
 def formula_of(pos: PositionalEmbedding) -> Formula | None:
-    """Return the symbolic expressions of an embedding's formula, or None if there are none."""
+    """Return an embedding's formula as symbolic expressions, or None if this is impossible."""
     try:
         return read(pos)
     except Unreadable:
@@ -173,7 +173,7 @@ def formula_of(pos: PositionalEmbedding) -> Formula | None:
 
 
 def kernel_options(pos: PositionalEmbedding, size: int) -> dict[str, int] | None:
-    """Return FlexAttention's `kernel_options` for an embedding. None means torch's defaults."""
+    """Return FlexAttention's `kernel_options` for a head size, or None for torch's defaults."""
     if not pos.has("distance") or formula_of(pos) is not None:
         return None
     # The `score_mod` loads values from tables. In each stage, the kernel's loop prefetches a tile

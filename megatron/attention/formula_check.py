@@ -1,4 +1,4 @@
-"""Check an embedding's formula and its theta when `attend` first uses it.
+"""Check an embedding's formulas and parameters when `attend` first uses the embedding.
 
 Legend: see `choice`.
 """
@@ -37,7 +37,7 @@ def check_initial_formulas(pos: PositionalEmbedding, heads: int) -> None:
 
 
 def _check_apart(pos: PositionalEmbedding, theta_HN: Tensor) -> None:
-    """Check an embedding in a new thread, where the caller's torch modes are off."""
+    """Check an embedding in a new thread, so that the caller's torch modes have no effect."""
     # such as inference mode, a default device, and hooks on saved tensors
     with ThreadPoolExecutor(1) as thread:
         if pos.parameters:

@@ -3,9 +3,9 @@
 A distance kernel is a bias or a factor that depends only on the query-key distance. This backend
 has no quadratic buffer. The gradients of theta, the distance kernel's parameters, are exact, and
 all results are repeatable bit for bit. The embedding's torch formula is translated into Triton
-device functions (`trace`, `megatron.kernels.codegen`). If the formula has no expression, its values
-are tabulated over distances once per call. Autograd then propagates the gradient of the table
-through the formula to theta (`megatron.kernels.tabulated`).
+device functions (`trace`, `megatron.kernels.codegen`). If the formula cannot be translated, its
+values are tabulated over distances once per call (`megatron.kernels.tabulated`). Autograd then
+propagates the gradient of the table through the formula to theta.
 
 If few queries see many keys, as in generation, the keys are divided into parts, and the query heads
 of a key head share a program (`megatron.kernels.decode`).
@@ -14,19 +14,21 @@ With documents or a window, tiles of keys that no query sees are skipped. A deca
 running sum over positions and may be large, so differences of the decay are computed before
 rounding to fp32 (`megatron.kernels.documents_sink_decay`).
 
-In addition to the results, memory is needed for two numbers per query and head. In 16 bits, if
-gradients are needed, what the output lost when it was rounded is kept for the backward pass, in as
-much memory as the output. Each Triton program also needs one number for each column of theta. If
-the formula is tabulated, memory is also needed for the table. The backward pass with few key heads
-also needs fp32 sums of the parts of dk and dv (`kernels.launch.parts_of`).
+In addition to the results, memory is needed for two numbers per query and head. If the output has
+16 bits and gradients are needed, the rounding error of the output is stored for the backward pass.
+This error needs as much memory as the output. Each Triton program also needs memory for one number
+for each column of theta. If the formula is tabulated, memory is also needed for the table. With few
+key heads, the backward pass also needs memory for fp32 partial sums of the gradients of k and v
+(see `kernels.launch.parts_of`).
 
 Legend: B batch, H query heads, K key heads, T queries, S keys, E head size, N columns of theta, W
 numbers per head that describe the distance kernel. These are table entries, or the N columns of
 theta. The lines of a layer of hidden units (`hidden_layer.pieces`) follow the columns of theta.
 
-Caution: fp64 is refused. In Triton's interpreter bf16 is also refused, because the interpreter
-computes bf16 wrongly. A head size that is not a power of two costs as much as the next power of
-two. If all logits of a row are below -1e9 times `scale`, the row is NaN, or 0 in decoding.
+Caution: this backend refuses fp64. In Triton's interpreter it also refuses bf16, because the
+interpreter computes bf16 wrongly. A head size that is not a power of two costs as much as the next
+power of two. If all logits of a query are below -1e9 times `scale`, the query's output is NaN (0 in
+`decode`).
 """
 
 from __future__ import annotations
@@ -88,7 +90,7 @@ def functions_of(pos: PositionalEmbedding) -> tuple[DeviceFunctions, str]:
 @constant  # because sympy reads the formula
 @lru_cache(maxsize=64)
 def code_of(pos: PositionalEmbedding) -> tuple[str, bool, Columns | None]:
-    """Return what a launch must know of an embedding's Triton functions."""
+    """Return the name of an embedding's Triton functions, and two properties of these functions."""
     # The name under which `kerple::fused` finds the functions, whether they read a table, and the
     # columns of theta that belong to a layer of hidden units (or None).
     functions, _ = functions_of(pos)
@@ -104,7 +106,7 @@ def tempers(pos: PositionalEmbedding) -> bool:
 
 
 def cache_launches(on: bool) -> None:
-    """Make launches of Triton kernels faster by a cache, or switch the cache off.
+    """Switch on or off the cache that makes launches of Triton kernels faster.
 
     The setting is valid for the whole process. It does not change any results.
     """
@@ -116,7 +118,7 @@ def cache_launches(on: bool) -> None:
 def fused(call: Call) -> Any:
     """Compute attention by this project's Triton kernels.
 
-    Return the output [batch, heads, queries, head size], or (output, lse) if the call asks for it.
+    Return the output [batch, heads, queries, head size], or (output, lse) if the call asks for lse.
     lse is the log-sum-exp of each softmax.
     """
     code, tabulated, layer = code_of(call.pos)
@@ -168,7 +170,11 @@ def _inputs(call: Call, tabulated: bool, layer: Columns | None) -> tuple[Tensor 
 
 
 def tabulate(pos: PositionalEmbedding, theta_HN: Tensor, length: int, scale: float) -> Tensor:
-    """Return the bias and the weight that an embedding gives the logits at all distances."""
+    """Return a table of an embedding's bias and weight at the distances 0 ... `length` - 1.
+
+    The table has one row for each head: the bias divided by `scale` at all distances, then the
+    weight at all distances. If the embedding has no bias or no weight, the row does not contain it.
+    """
     d = torch.arange(length, device=theta_HN.device)
     bias_HS, weight_HS = pos.bias(theta_HN, d), pos.weight(theta_HN, d)
     # The kernels multiply the sum of query-key product and bias by `scale`. Where the bias is

@@ -3,18 +3,18 @@
     kerple::blocked           kerple::fused
     kerple::blocked_backward  kerple::fused_backward
 
-A compiled graph contains these operations as they are. torch knows the shapes of their results and
-how to differentiate them, and does not trace into them. The operations have no hidden state: random
-numbers depend on the argument `seed` alone. Eager calls bypass these operations, because an
-operation adds some 20 microseconds to a call.
+A compiled graph contains these operations as they are. torch does not trace into the operations.
+They are registered with the shapes of their results, and with their gradients. The operations have
+no hidden state: random numbers depend on the argument `seed` alone. Eager calls bypass these
+operations, because an operation adds some 20 microseconds to a call.
 
 `kerple::blocked` reads documents and seeds on the host. A CUDA graph cannot record such a read.
-Therefore torch leaves the two blocked operations out of its CUDA graphs, and divides the graph
+Therefore torch excludes the two blocked operations from its CUDA graphs, and divides the graph
 around them.
 
 The argument `code` of `kerple::fused` names the Triton device functions of an embedding, which
-`register` has stored. `code` contains a hash of their source, so it means the same in every
-process.
+`register` has stored. `code` contains a hash of the functions' source. Therefore equal codes mean
+equal functions, in every process.
 
 Legend: see `blocked` and `fused`. The T axis of `kerple::blocked` is in the usual order, but
 `starts_BT` is in reversed order.
@@ -116,7 +116,7 @@ def fused_gradients(
     setting: Setting, need_rows: bool, grad: Tensor, out: Tensor, lse: Tensor, lost: Tensor,
     *inputs: Any,
 ) -> tuple[Tensor | None, ...]:  # fmt: skip
-    """Return the gradients of attention that Triton kernels compute. Some may be None."""
+    """Return the gradients of attention, computed by Triton kernels. Some gradients may be None."""
     from megatron.kernels import launch
 
     q, k, v, rows, *terms, seed = inputs
@@ -128,7 +128,7 @@ def fused_gradients(
     "kerple::fused", mutates_args=(), schema=f"({_FUSED}) -> (Tensor, Tensor, Tensor)"
 )
 def fused(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
-    """Return attention by Triton kernels, and two tensors that the backward pass needs."""
+    """Return the output of attention by Triton kernels, and two tensors for the backward pass."""
     return fused_forward(setting_of(*arguments[_TENSORS:]), *arguments[:_TENSORS])
 
 
@@ -183,10 +183,10 @@ for _operation, _backward, _learned in ((blocked, blocked_backward, 2), (fused, 
 
 @lru_cache(maxsize=64)
 def setting_of(code: str, scale: float, offset: int, dropout_p: float, backward: bool) -> Setting:
-    """Return the arguments of an attention call that are not tensors.
+    """Return the `Setting` of an attention call, made of the arguments that are not tensors.
 
     Raises:
-        AttentionError: This process does not know the embedding's Triton functions.
+        AttentionError: No Triton functions are registered in this process under the name `code`.
     """
     from megatron.kernels import launch
 
@@ -204,6 +204,6 @@ def _new(x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
 
 
 def _new_heads(x_BHTE: Tensor) -> Tensor:
-    """Return an uninitialised tensor with the shape of the argument."""
+    """Return an uninitialised tensor of `x_BHTE`'s shape, with queries before heads in memory."""
     # In memory, the order is [batch, queries, heads, head size], as in `launch.empty_like_heads`.
     return _new(x_BHTE.transpose(1, 2)).transpose(1, 2)

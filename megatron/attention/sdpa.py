@@ -6,7 +6,7 @@ and windows become a boolean mask [B, 1, T, S].
 A distance kernel is a bias or a factor that depends only on the query-key distance. A bias becomes
 an additive fp32 mask [1, H, T, S], and a decay becomes an additive fp32 mask [B, H, T, S]. q, k and
 v are then converted to fp32, because a bf16 mask would round the bias. For a sink, a key of zeros
-and a value of zeros are appended, and the mask's last column holds the sink's logit. With an
+and a value of zeros are appended, and the mask's last column contains the sink's logit. With an
 additive mask the backend serves evaluation only, because the mask's gradient would need memory for
 B H T S numbers. A factor is refused, because a mask cannot multiply.
 

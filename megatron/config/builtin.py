@@ -1,4 +1,4 @@
-"""The values of `data_path` that start with `builtin:`."""
+"""Define the values of the config key `data_path` that start with `builtin:`."""
 
 from typing import Any
 
@@ -12,7 +12,7 @@ TASK_TOKENIZER = "TaskTokenizer"
 
 
 def task_name(data_path: Any) -> str | None:
-    """Return the name of the length task that `data_path` selects, or None.
+    """Return the name of the length task that `data_path` selects, or None if it selects no task.
 
     For example, `builtin:copy` selects the length task `copy`.
     """

@@ -1,7 +1,7 @@
 """Define the types of config fields that accept one of a few names, such as `adam` or `bf16`.
 
-Some names have aliases, and some names of GPT-NeoX are refused with a reason. As in GPT-NeoX, users
-may write names in upper or lower case. The resolved config has the spelling of this file.
+Some names have aliases. Some names that GPT-NeoX accepts are refused with a reason. As in GPT-NeoX,
+users may write names in upper or lower case. The resolved config has the spelling of this file.
 """
 
 from collections.abc import Mapping
@@ -20,7 +20,8 @@ def choice(names: str, **others: Mapping[str, str]) -> BeforeValidator:
 
     Args:
         names: The accepted names, separated by spaces.
-        others: Names that are replaced or refused.
+        others: Up to two dicts. `aliases` maps each alias to its accepted name. `refused` maps each
+            refused name to the reason.
     """
     # `others` has up to two dicts. `aliases` maps each alias to the accepted name that replaces it.
     # `refused` maps each refused name to the reason for the refusal.
@@ -61,10 +62,12 @@ _positional_term = one_of(POSITIONAL_NAMES, aliases=POSITIONAL_ALIASES, refused=
 
 
 def positional_name(value: Any) -> str:
-    """Check the name of a positional embedding or combination, and replace aliases.
+    """Check and return the name of a positional embedding or of a combination of embeddings.
+
+    Aliases are replaced in the result.
 
     Raises:
-        ValueError: A name is unknown or occurs twice.
+        ValueError: A name is unknown, is refused, or occurs twice.
     """
     # Names in a combination are joined by ` + `, as in `rotary + kerple_log`.
     if not isinstance(value, str):
@@ -77,11 +80,11 @@ def positional_name(value: Any) -> str:
 
 
 def terms_of(pos_emb: Any) -> set[str]:
-    """Return the names of all positional embeddings in `pos_emb`.
+    """Return the names of all positional embeddings (the terms) in `pos_emb`.
 
     Args:
-        pos_emb: A checked value of the key `pos_emb`: a name, a combination such as `rotary +
-            kerple_log`, or a tuple with the values per layer.
+        pos_emb: A checked value of the config key `pos_emb`. It is a name, a combination such as
+            `rotary + kerple_log`, or a tuple with the values of each layer.
     """
     # See `config.per_layer`.
     return {term for name in values_of(pos_emb) for term in name.split(" + ")}

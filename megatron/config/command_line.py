@@ -1,4 +1,4 @@
-"""Parse the arguments that several commands share: config files and overrides."""
+"""Parse the arguments that several commands share (config files, overrides); load the config."""
 
 import argparse
 import json
@@ -22,8 +22,9 @@ def config_parser(description: str | None, default: str = "") -> argparse.Argume
 
     Args:
         description: The command's description in its help.
-        default: A help text that says what the command reads if the user names no config file. If
-            `default` is empty, the user must name a config file.
+        default: A help text that tells the user which config the command uses if the command line
+            names no config file. With a non-empty text, config files are optional. With an empty
+            text, the command line must name at least one config file.
     """
     parser = argparse.ArgumentParser(description=description)
     add = parser.add_argument
@@ -40,13 +41,13 @@ def config_parser(description: str | None, default: str = "") -> argparse.Argume
 
 
 def load_or_exit(arguments: argparse.Namespace, *overrides: str, joins: bool = True) -> Config:
-    """Load the config that the command line selects, and check it for the job's processes.
+    """Load the config that the command line names, and check it for the job's number of processes.
 
     If the config or the launcher's environment variables have problems, print the problems and exit
     with code 2.
 
     Args:
-        arguments: The arguments parsed by the parser that `config_parser` returns.
+        arguments: The command line, parsed by the parser that `config_parser` returns.
         overrides: More `key=value` overrides. They take precedence over `-o` options.
         joins: Whether the command joins the job that torchrun or another launcher started. If
             false, the command runs alone and opens no connection.
@@ -62,11 +63,11 @@ def load_or_exit(arguments: argparse.Namespace, *overrides: str, joins: bool = T
 
 
 def load_for(processes: int | str, arguments: argparse.Namespace, *overrides: str) -> Config:
-    """Load the config that the command line selects, and check it for a number of processes.
+    """Load the config that the command line names, and check it for a number of processes.
 
     Args:
-        processes: The number of processes, as a number or as the text of WORLD_SIZE.
-        arguments: The arguments parsed by the parser that `config_parser` returns.
+        processes: The number of processes, as an int or as the text of WORLD_SIZE.
+        arguments: The command line, parsed by the parser that `config_parser` returns.
         overrides: More `key=value` overrides. They take precedence over `-o` options.
 
     Raises:
@@ -79,9 +80,13 @@ def load_for(processes: int | str, arguments: argparse.Namespace, *overrides: st
 
 
 def sharing_layout(processes: int | str) -> tuple[str, ...]:
-    """Return config overrides that split one model over all processes, for use without training.
+    """Return config overrides for a layout in which all processes share one model.
 
-    The overrides set the degree of tensor parallelism to `processes`.
+    The overrides set the degree of tensor parallelism to `processes`. With this layout, the model
+    can be used but not trained.
+
+    Args:
+        processes: The number of processes.
     """
     return (
         f"model_parallel_size={processes}",
@@ -100,10 +105,12 @@ def load_for_use_or_exit(arguments: argparse.Namespace, run: Path, *overrides: s
     """Load the config for using, but not training, the model in the run folder `run`.
 
     All processes of the job share the model by tensor parallelism. If the command line names no
-    config file, the config is the run's `config.yml`. If that file is missing, or if the config
-    has problems, print the reason and exit.
+    config file, the config is the run's `config.yml`. If that file is missing, or if the config has
+    problems, print the reason and exit.
 
     Args:
+        arguments: The command line, parsed by the parser that `config_parser` returns.
+        run: The path of the run folder.
         overrides: More `key=value` overrides. They take precedence over `-o` options.
     """
     if not run.is_dir():

@@ -1,4 +1,4 @@
-"""Compute the fields that follow from other fields and from the number of processes."""
+"""Compute the config fields that follow from other fields and from the number of processes."""
 
 from collections.abc import Iterator
 
@@ -13,7 +13,9 @@ def derive(values: Values, world_size: int) -> Iterator[Found]:
     A problem is a pair (field name, error text).
 
     Args:
-        values: The values of all fields. They are changed in place.
+        values: Maps the names of fields to their values. It is changed in place. Fields with
+            invalid values are missing.
+        world_size: The number of processes.
     """
     # For example, it is a problem if the train batch size is not a multiple of the data-parallel
     # size.

@@ -15,9 +15,10 @@ They are those of LLaMA 65B and LLaMA 7B; GPT-NeoX-20B has 0.97e-4, Pythia 1.2e-
 
 
 def doubts(config: Config) -> list[str]:
-    """Return a warning if the learning rate is unusually high for a model of this size.
+    """Return a list of warnings about the config.
 
-    Otherwise return an empty list.
+    The list has one warning if the learning rate is unusually high for a model of this size.
+    Otherwise it is empty.
     """
     size, adam = config.model.block_parameters, config.optimizer
     most = next((most for least, most in HIGHEST_RATES if size >= least), float("inf"))
@@ -31,10 +32,10 @@ def doubts(config: Config) -> list[str]:
 
 
 def describe(config: Config) -> str:
-    """Return the config as text: each value with its origin, the derived values, and the notes.
+    """Describe the config as text: each value with its origin, the derived values, and the notes.
 
-    The origin of a value is one of: the file and line that set it, the override that set it,
-    `default`, `derived`.
+    The origin of a value is the file and line that set it, the override that set it, `default`, or
+    `derived`.
     """
     lines = ["configuration from " + (", ".join(config.sources) or "overrides only")]
     for title, section in config.sections():
@@ -58,7 +59,7 @@ def describe(config: Config) -> str:
 
 
 def _derived(config: Config) -> list[str]:
-    """Return one line for each quantity computed from the config, such as the head size."""
+    """Return one line of text for each derived quantity, such as the head size."""
     m, b, p, t = config.model, config.batch, config.parallel, config.training
     tokens = b.train_batch_size * m.seq_length
     context = f" x {p.context_parallel_size} context" if p.context_parallel_size > 1 else ""
@@ -95,7 +96,7 @@ def _show(value: Any) -> str:
 
 
 def how_to_go_on(config: Config) -> str:
-    """Return a text that tells the user how to continue a run that ended early."""
+    """Return a text that tells the user how to continue a run that has ended early."""
     save, load = config.checkpoint.save, config.checkpoint.load
     if not save:
         return "nothing is saved, because the config names no folder `save`"

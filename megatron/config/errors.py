@@ -1,7 +1,7 @@
-"""Define the problems of a configuration, and the error that reports all of them.
+"""Define the problems of a config, and the error that reports all of them.
 
 A problem is printed as one line: `file:line: key: what is wrong; what to write instead`. All
-problems of a configuration are collected and raised together in one `ConfigError`.
+problems of a config are collected and raised together in one `ConfigError`.
 """
 
 from collections.abc import Sequence
@@ -12,7 +12,7 @@ from megatron.errors import UserError
 
 @dataclass(frozen=True)
 class Mark:
-    """The place where a setting was written.
+    """The place where a setting is written: a file and a line, or an override.
 
     Attributes:
         file: The path of a config file, or the text of an override (`-o key=value`).
@@ -28,12 +28,12 @@ class Mark:
 
 @dataclass(frozen=True)
 class Problem:
-    """One problem of a configuration.
+    """One problem of a config.
 
     Attributes:
         mark: The place of the setting, or None if the problem has no place (such as a missing key).
         key: The dotted key, such as `optimizer.params.lr`, or "" if the problem concerns no key.
-        text: The message. It names the mistake and the remedy.
+        text: The message, which names the mistake and the remedy.
     """
 
     mark: Mark | None
@@ -45,7 +45,7 @@ class Problem:
 
 
 class ConfigError(UserError):
-    """The error that lists all problems of a configuration.
+    """The error that lists all problems of a config.
 
     `str(error)` is the number of problems, followed by one line for each problem.
     """

@@ -1,9 +1,9 @@
-"""Define the types of configuration fields.
+"""Define the types of config fields.
 
 Every type is a `typing.Annotated` with a pydantic `BeforeValidator`, which does the complete check.
-If the value is invalid, the check raises `ValueError` with a message that tells the user what to
-write instead. YAML floats without a fraction (`1e5`) are accepted as whole numbers. Text is never
-converted to a number, and a number is never converted to text or to a flag.
+If a value is invalid, the check raises `ValueError`. The error message tells the user what to write
+instead. YAML floats without a fraction (`1e5`) are accepted as whole numbers. Text is never
+converted to a number. A number is never converted to text or to a flag.
 """
 
 import math
@@ -26,7 +26,7 @@ It raises ValueError for an invalid value, with a message that tells the user wh
 
 @dataclass(frozen=True)
 class Key:
-    """An annotation with the key of a config field, if the key differs from the field's name.
+    """An annotation that gives a config field a key other than the field's name.
 
     Attributes:
         path: The field's dotted key in config files, or None if no config file can set the field.
@@ -36,17 +36,18 @@ class Key:
 
 
 def key_of(section: type[BaseModel], name: str) -> str | None:
-    """Return the dotted key of the field `name` in config files, or None if the field has no key.
+    """Return the dotted key of a field in config files, or None if the field has no key.
 
     Args:
         section: The class of the config section that declares the field.
+        name: The name of the field.
     """
     keys = [m.path for m in section.model_fields[name].metadata if isinstance(m, Key)]
     return keys[0] if keys else name
 
 
 class FrozenDict(dict):
-    """An immutable dict, which compares equal to a plain dict with the same items.
+    """An immutable dict, which equals a plain dict with the same items.
 
     Every method that would change the dict raises TypeError.
     """
@@ -62,7 +63,7 @@ class FrozenDict(dict):
 
 
 def show(value: Any) -> str:
-    """Format a value for error messages, e.g. as `the text 'abc'`, `true`, `null` or `[1, 2]`."""
+    """Format a value for error messages, such as `the text 'abc'`, `true`, `null` or `[1, 2]`."""
     if isinstance(value, str):
         return f"the text {value!r}"
     if value is None or isinstance(value, bool):
@@ -78,7 +79,7 @@ def is_number(value: Any) -> bool:
 
 
 def wrong(expected: str, value: Any, write: str) -> ValueError:
-    """Return a ValueError that names the fault and the remedy.
+    """Return a ValueError for a wrong value. The message names the fault and the remedy.
 
     Args:
         expected: A description of valid values.
@@ -106,8 +107,8 @@ def number(
 
     Args:
         low: The lower bound.
-        high: The upper bound, which is allowed; None for no upper bound.
-        above: Whether the value must be above `low`. If false, `low` itself is allowed.
+        high: The upper bound, which is itself allowed; None for no upper bound.
+        above: Whether the value must be greater than `low`. If false, `low` itself is allowed.
         whole: Whether the value must be whole.
         write: An example of a valid value for the error message.
     """
@@ -133,8 +134,8 @@ def whole_number(low: int, high: int | None = None, *, write: str = "e.g. 100") 
     """Return a function that checks that a value is a whole number from `low` to `high`.
 
     Args:
-        low: The lower bound.
-        high: The upper bound, or None.
+        low: The lower bound, which is itself allowed.
+        high: The upper bound, which is itself allowed; None for no upper bound.
         write: An example of a valid value for the error message.
     """
     return number(low, high, whole=True, write=write)
@@ -150,7 +151,7 @@ def one_of(
 
     Args:
         names: The accepted names.
-        aliases: Maps each alias to the name in `names` that replaces it.
+        aliases: Maps each alias to the name in `names` that replaces the alias.
         refused: Maps each refused name to the reason for the refusal.
     """
     names, aliases, refused = tuple(names), aliases or {}, refused or {}
@@ -206,13 +207,17 @@ def texts(expected: str, write: str, *, commas: bool = False) -> Check:
 
 
 def degree(value: Any) -> int:
-    """Check a degree of parallelism and return it, with 0 replaced by 1."""
+    """Check a degree of parallelism, and return it. For the degree 0, return 1."""
     # In GPT-NeoX's configs, 0 means the same as 1: no parallelism of that kind.
     return max(1, whole_number(0, write="1 for none")(value))
 
 
 def whole_numbers(low: int) -> Check:
-    """Return a function that checks a list of whole numbers that are at least `low`."""
+    """Return a function that checks that a value is a list of whole numbers of at least `low`.
+
+    Args:
+        low: The lower bound, which is itself allowed.
+    """
     # The function also accepts a single number, or text such as `128,256`.
     check_item = whole_number(low)
 
@@ -239,7 +244,7 @@ def _betas(value: Any) -> tuple[float, float]:
 
 
 def _stages(value: Any) -> tuple[tuple[int, int], ...]:
-    """Check pairs (step, length). Steps are at least 0, and lengths at least 1."""
+    """Check and return a list of pairs (step, length). Steps are at least 0, lengths at least 1."""
     pairs = value if isinstance(value, (list, tuple)) else [value]
     if not all(isinstance(pair, (list, tuple)) and len(pair) == 2 for pair in pairs):
         raise wrong("a list of [step, length]", value, "e.g. [[0, 128], [5000, 512]]")
@@ -247,7 +252,7 @@ def _stages(value: Any) -> tuple[tuple[int, int], ...]:
 
 
 def _split(value: Any) -> str:
-    """Check the proportions of train, valid and test documents, and return them as a text."""
+    """Check the proportions of train, valid and test documents, and return them as text."""
     write = "e.g. '969, 30, 1'"
     value = str(value) if isinstance(value, (int, float)) else value
     if not isinstance(value, str):

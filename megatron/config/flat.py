@@ -1,4 +1,7 @@
-"""Convert a config back to GPT-NeoX's keys, the form that checkpoints and run folders store."""
+"""Convert a config to a dict or a YAML text with GPT-NeoX's keys.
+
+Checkpoints and run folders store configs in this form.
+"""
 
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -17,7 +20,8 @@ _FOLLOWS = {"gradient_accumulation_steps"}
 def to_flat_dict(sections: Iterable[BaseModel]) -> dict[str, Any]:
     """Return the fields of all sections in one dict, with keys as in GPT-NeoX's configs.
 
-    A dotted key such as `optimizer.type` becomes nested dicts. Fields that are None are left out.
+    A dotted key such as `optimizer.type` becomes nested dicts. Fields whose value is None are left
+    out.
     """
     flat: dict[str, Any] = {}
     for section in sections:
@@ -41,7 +45,7 @@ def to_flat_dict(sections: Iterable[BaseModel]) -> dict[str, Any]:
 
 
 class _Dumper(yaml.SafeDumper):
-    """A YAML dumper that quotes texts such as '6e-4', which would be read as another type."""
+    """A YAML dumper that quotes texts such as '6e-4', which look like values of another type."""
 
 
 def _quoted(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
@@ -56,6 +60,6 @@ def to_yaml(flat: Mapping[str, Any]) -> str:
     """Return a config as the text of a YAML file.
 
     Args:
-        flat: A result of `to_flat_dict`.
+        flat: The config as a dict of GPT-NeoX's keys, as `to_flat_dict` returns it.
     """
     return yaml.dump(dict(flat), Dumper=_Dumper, sort_keys=False, allow_unicode=True)

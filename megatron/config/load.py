@@ -48,15 +48,16 @@ def load_config(
 ) -> Config:
     """Load a config from YAML files and overrides, for a given number of processes.
 
-    Later files take precedence over earlier ones, and overrides over files.
+    Later files take precedence over earlier files. Overrides take precedence over files.
 
     Args:
-        files: The YAML files, as `shipped.find` takes them.
+        files: The YAML files. A name without `.yml`, and the name of a config that comes with the
+            project, such as `quickstart`, are also accepted.
         overrides: Texts of the form `key=value`, as after `-o` on the command line.
-        world_size: The number of processes, as a number or as the text of WORLD_SIZE.
+        world_size: The number of processes, as an int or as the text of WORLD_SIZE.
 
     Raises:
-        ConfigError: The configuration has problems. The error lists all of them, with their places.
+        ConfigError: The config has problems. The error lists all problems with their places.
     """
     # Mappings are merged key by key at every level. The value null removes a key. The place of a
     # problem is its file, line and key if these are known.
@@ -122,7 +123,7 @@ def _adapter(name: str) -> TypeAdapter:
 
 
 def _validate(given: dict[str, Given]) -> tuple[dict[str, Any], list[Problem]]:
-    """Check each given setting, and fill in the defaults of other fields.
+    """Check each given setting, and add the defaults of the fields that are not given.
 
     Returns:
         (values by field name, problems).
@@ -148,7 +149,8 @@ def _text(detail: Any, value: Any) -> str:
     """Return the error text for an invalid value.
 
     Args:
-        detail: The error from pydantic.
+        detail: The details of the error, from pydantic.
+        value: The invalid value.
     """
     if detail["type"] == "value_error":
         return str(detail["ctx"]["error"])
@@ -156,7 +158,7 @@ def _text(detail: Any, value: Any) -> str:
 
 
 def _choose_tokenizer(given: dict[str, Given], values: dict[str, Any]) -> None:
-    """Select the tokenizer of a built-in text if none is given."""
+    """Select the tokenizer for a built-in text or a length task, if the user names no tokenizer."""
     # The text is built in if `data_path` starts with `builtin:`.
     path = values.get("data_path")
     if isinstance(path, str) and path.startswith("builtin:") and "tokenizer_type" not in given:

@@ -15,9 +15,10 @@ ALL = "all"
 
 
 def per_layer(check: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """Return a function that checks a config value: one value for all layers, or a list of groups.
+    """Return a function that checks a config value that may differ from layer to layer.
 
-    A list looks like `[[[rotary], 3], [[none], 1]]`: three layers `rotary`, then one layer `none`.
+    The config value is one value for all layers, or a list of groups [values, repeats]. For
+    example, `[[[rotary], 3], [[none], 1]]` means three layers `rotary`, then one layer `none`.
 
     Args:
         check: A function that checks the value of one layer. It returns the checked value, or
@@ -62,7 +63,8 @@ def layers_of(value: Any, num_layers: int) -> list[Any]:
 
     Args:
         value: One value for all layers, or a tuple of groups (values, repeats). The groups must
-            have `num_layers` layers in total.
+            define `num_layers` layers in total.
+        num_layers: The number of layers.
     """
     if not isinstance(value, tuple):
         return [value] * num_layers
@@ -71,10 +73,11 @@ def layers_of(value: Any, num_layers: int) -> list[Any]:
 
 
 def problem_of(value: Any, num_layers: int) -> str | None:
-    """Return an error text if the groups do not add up to `num_layers` layers, otherwise None.
+    """Return an error text if the groups do not define exactly `num_layers` layers, or None.
 
     Args:
         value: One value for all layers, or a tuple of groups (values, repeats).
+        num_layers: The number of layers.
     """
     if not isinstance(value, tuple):
         return None
@@ -87,9 +90,9 @@ def problem_of(value: Any, num_layers: int) -> str | None:
 def same_layers(one: Any, other: Any, num_layers: int) -> bool:
     """Return whether two config values assign the same value to each layer.
 
-    The values may have different groups. For example, `[[[a], 2]]` and `[[[a, a], 1]]` both assign
-    `a` to two layers. If a config value has a wrong syntax or does not fit `num_layers`, return
-    False.
+    The two config values may be grouped differently. For example, `[[[a], 2]]` and `[[[a, a], 1]]`
+    both assign `a` to two layers. If the syntax of a config value is wrong or its groups do not
+    define `num_layers` layers, return False.
     """
     check = per_layer(lambda each: each)
     try:

@@ -5,10 +5,10 @@ For example, `optimizer: {params: {lr: 1e-3}}` becomes one entry with the key pa
 `("optimizer", "params", "lr")`. A list or an empty mapping is the value of one entry. In keys, `-`
 is replaced by `_`.
 
-The accepted text is YAML, as in GPT-NeoX's configs. It may also be JSON with comments, trailing
-commas, tabs, and Python's True, False and None. PyYAML parses the structure of the text, but this
-module's function `scalar` converts the unquoted values. PyYAML follows YAML 1.1 and would read
-`6e-4` as text, `1:30` as 90, `010` as 8 and `2020-01-01` as a date. `scalar` reads `6e-4` as a
+The accepted text is YAML, as in GPT-NeoX's configs. The text may also be JSON with comments,
+trailing commas, tabs, and Python's True, False and None. PyYAML parses the structure of the text,
+but this module's function `scalar` converts the unquoted values. PyYAML follows YAML 1.1 and would
+read `6e-4` as text, `1:30` as 90, `010` as 8 and `2020-01-01` as a date. `scalar` reads `6e-4` as a
 float, `010` as 10, and both `1:30` and `2020-01-01` as text.
 """
 
@@ -48,12 +48,12 @@ _MAX_NODES = 20_000  # YAML aliases let a small file expand to any size
 
 @dataclass(frozen=True)
 class Given:
-    """A value from a config file or override, and the place where the value was written.
+    """A value from a config file or override, and the place where the value is written.
 
     Attributes:
-        value: The value, with YAML's types.
-        mark: The place of the value.
-        again: The line on which the same file repeats the key with the same value, or None.
+        value: The value, as a Python object.
+        mark: The place where the value is written.
+        again: The line of the same file that repeats the key with the same value, or None.
     """
 
     value: Any
@@ -65,7 +65,7 @@ Settings = dict[KeyPath, Given]
 
 
 def dotted(path: Iterable[str]) -> str:
-    """Join a key path with dots, for example `optimizer.params.lr`."""
+    """Join the keys of a key path with dots, for example to `optimizer.params.lr`."""
     return ".".join(path)
 
 
@@ -88,7 +88,7 @@ class _Document:
     """A YAML document, read into settings and problems, such as duplicate keys.
 
     Args:
-        name: The path of the file, or the text of the override, for messages.
+        name: The path of the file, or the text of the override. Error messages contain it.
         text: The document's text.
     """
 
@@ -117,11 +117,22 @@ class _Document:
             self.problems.append(Problem(mark, "", f"not valid YAML: {what}; correct it"))
 
     def _error(self, line: int, path: KeyPath, text: str) -> ConfigError:
-        """Return the error for a problem after which the rest of the document cannot be read."""
+        """Return the error for a problem after which the rest of the document cannot be read.
+
+        Args:
+            line: The line of the error.
+            path: The key path of the error.
+            text: The error message.
+        """
         return ConfigError([Problem(Mark(self.name, line), dotted(path), text)])
 
     def _read(self, node: yaml.MappingNode, path: KeyPath) -> None:
-        """Add the settings in the mapping `node`, which stands at the key path `path`."""
+        """Add the settings in the mapping `node` to the document's settings.
+
+        Args:
+            node: The mapping.
+            path: The key path of the mapping.
+        """
         first: dict[str, tuple[int, yaml.Node]] = {}
         for key, line, value in self._entries(node, path):
             here = (*path, key)
@@ -137,7 +148,12 @@ class _Document:
     def _entries(
         self, node: yaml.MappingNode, path: KeyPath
     ) -> Iterator[tuple[str, int, yaml.Node]]:
-        """Yield the entries of the mapping at `path`, as (key, line, value)."""
+        """Yield the entries of the mapping `node` as (key, line, value).
+
+        Args:
+            node: The mapping.
+            path: The key path of the mapping, for error messages.
+        """
         self._count(node, path)
         for key, value in node.value:
             line = key.start_mark.line + 1
@@ -151,7 +167,13 @@ class _Document:
     def _repeated(
         self, path: KeyPath, line: int, node: yaml.Node, first_line: int, first: yaml.Node
     ) -> None:
-        """Handle a key that occurs twice in one mapping."""
+        """Handle a key that occurs twice in one mapping.
+
+        Args:
+            path: The key path of the key.
+            line, node: The line and the value of the second occurrence.
+            first_line, first: The line and the value of the first occurrence.
+        """
         # If both values are equal, the second line is recorded in `Given.again`. Otherwise a
         # problem is added.
         # The text of a value distinguishes 1 from true, which Python takes for equal.
@@ -164,7 +186,7 @@ class _Document:
         self.problems.append(Problem(Mark(self.name, line), dotted(path), text))
 
     def _value(self, node: yaml.Node, path: KeyPath) -> Any:
-        """Return the value of `node` with Python's types."""
+        """Return the value of the YAML node `node` as a Python object."""
         if isinstance(node, yaml.MappingNode):
             return {key: self._value(value, path) for key, _, value in self._entries(node, path)}
         self._count(node, path)
@@ -186,7 +208,7 @@ class _Document:
 
 
 def _unfit(text: str) -> str | None:
-    """Return the reason why a configuration must not contain `text`, or None if it may."""
+    """Return the reason why a config must not contain `text`, or None if it may contain it."""
     # For example, `text` must not contain a password, because runs write their configuration to
     # disk.
     if _SECRET.search(text):
@@ -230,7 +252,7 @@ def read_file(path: str | Path) -> tuple[Settings, list[Problem]]:
 def read_override(text: str) -> tuple[Settings, list[Problem]]:
     """Read one override of the form `key=value`, and return its settings and its problems.
 
-    The key may be dotted, as in `optimizer.params.lr`, and the value is parsed as YAML.
+    The key may be dotted, as in `optimizer.params.lr`. The value is parsed as YAML.
     """
     mark = Mark(f"-o {_SECRET.sub('***@', text)}")
     key, equals, value = text.partition("=")
@@ -247,7 +269,10 @@ def read_override(text: str) -> tuple[Settings, list[Problem]]:
 
 
 def merge(base: Settings, over: Settings) -> Settings:
-    """Return `base` updated with `over`. Nested mappings are merged key by key."""
+    """Merge two collections of settings: return `base` updated with `over`.
+
+    Nested mappings are merged key by key.
+    """
     # A plain value in `over` replaces a mapping in `base`, and a mapping replaces a plain value. A
     # null in `over` replaces any value.
     result = dict(base)

@@ -1,8 +1,8 @@
-"""Define the resolved configuration: immutable sections with typed fields (`sections/`).
+"""Define the resolved config: immutable sections with typed fields (`sections/`).
 
-In config files, the key of a field is the field's name, unless an annotation `Key` gives a key.
-`Key(None)` marks a field that config files cannot set, because it is always derived. Defaults are
-those of GPT-NeoX. If the published KERPLE code and current gpt-neox have different defaults, a
+In config files, the key of a field is the field's name, unless an annotation `Key` gives another
+key. `Key(None)` marks a field that config files cannot set, because it is always derived. Defaults
+are those of GPT-NeoX. If the published KERPLE code and current gpt-neox have different defaults, a
 comment names the default that is used. Lengths are counted in tokens, iterations in optimizer
 steps, and batch sizes in sequences.
 """
@@ -24,8 +24,8 @@ class Config(Section):
     Attributes:
         notes: Remarks for the user, for example about keys that have no effect.
         sources: The paths of the config files.
-        origins: Maps the name of each field that the user set to the file and line, or the
-            override.
+        origins: Maps the name of each field that the user set to its origin: the file and line, or
+            the override.
     """
 
     # Built by `load_config`.
@@ -49,19 +49,19 @@ class Config(Section):
         return ((name, getattr(self, name)) for name in SECTIONS)
 
     def length_of(self, step: int) -> int:
-        """Return the length of the sequences in step `step`, where 1 is the first step."""
+        """Return the sequence length of the training step `step`. The first step is step 1."""
         begun = [length for after, length in self.training.curriculum if after < step]
         return begun[-1] if begun else self.model.seq_length
 
     def to_flat_dict(self) -> dict[str, Any]:
         """Return all settings as a dict of GPT-NeoX keys that can be written as JSON or YAML.
 
-        Loading that dict with the same number of processes gives a config that equals `self`.
+        With the same number of processes, loading that dict gives a config that equals `self`.
         """
         return flat.to_flat_dict(section for _, section in self.sections())
 
     def to_yaml(self) -> str:
-        """Return the settings as YAML text, from which `load_config` reads the same values."""
+        """Return all settings as YAML text, from which `load_config` reads the same values."""
         return flat.to_yaml(self.to_flat_dict())
 
     def __eq__(self, other: object) -> bool:

@@ -1,7 +1,7 @@
 """Define the config fields of theta, the learned parameters of the positional embedding.
 
-`megatron.config` does not import torch, so it does not know which parameters an embedding has.
-`megatron.engine.build` therefore checks the parameters' names and bounds.
+`megatron.config` does not import torch, so it cannot check which parameters an embedding has.
+`megatron.engine.build` therefore checks the names and bounds of the parameters.
 """
 
 import math
@@ -14,7 +14,10 @@ from megatron.config.fields import FrozenDict, is_number, texts, wrong
 
 
 def _start_values(value: Any) -> dict[str, float | tuple[float, ...]]:
-    """Check `theta_init`, a dict from parameter name to one number or to one number per head."""
+    """Check `theta_init`, the initial values of parameters.
+
+    It maps the name of each parameter to one number, or to a list with one number per head.
+    """
     write = "e.g. {bias_p: 1.0, bias_a: [0.1, 0.2]}, with one number per head"
     if not isinstance(value, Mapping):
         raise wrong("a mapping from parameters to numbers", value, write)

@@ -1,1 +1,1 @@
-"""Turn text into training batches, by way of corpora, tokenizers, token shards and samples."""
+"""Turn text into training batches: corpora, tokenizers, token shards and samples."""

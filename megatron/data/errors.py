@@ -1,4 +1,7 @@
-"""Errors of `megatron/data`. Each error text names the fault, the file and the remedy."""
+"""Errors that the package `megatron.data` raises.
+
+Each error text names the fault, the file and the remedy.
+"""
 
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -20,8 +20,8 @@ def try_lock(fd: int, *, wait: bool) -> bool | None:
         wait: Whether to wait until no other process holds the lock.
 
     Returns:
-        True if this process now holds the lock. False if another process holds it. None if the file
-        system has no locks.
+        True if this process now holds the lock. False if another process holds the lock. None if
+        the file system has no locks.
     """
     # The result is False only if `wait` is False.
     try:
@@ -33,7 +33,7 @@ def try_lock(fd: int, *, wait: bool) -> bool | None:
 
 @contextmanager
 def one_at_a_time(path: Path) -> Iterator[None]:
-    """Hold a lock on the file `path` during the `with` block. Wait while another process holds it.
+    """Lock the file `path` during the `with` block. If another process holds the lock, wait.
 
     The file is created if it does not exist.
     """

@@ -1,7 +1,7 @@
 """The training engine. Only this package and `megatron.plan` import DeepSpeed.
 
-When this package is imported, it sets environment variables. DeepSpeed and torch read them when
-they are imported afterwards.
+On import, this package sets environment variables. DeepSpeed and torch read these variables later,
+when DeepSpeed and torch are imported.
 """
 
 import os

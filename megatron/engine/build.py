@@ -1,7 +1,7 @@
 """Build what a config describes: the tokenizer, and the `Plan` from which `GPT` builds the model.
 
-The packages of the model, of attention and of the data take plain values, not a config. This module
-reads the values from the config, so that those packages need not import `megatron.config`.
+The packages of the model, of attention and of the data do not import `megatron.config`: their
+arguments are plain values. This module reads the values from the config.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -84,7 +84,7 @@ def positional_options(m: ModelConfig, name: str) -> dict[str, Any]:
     """Return the options of the positional embedding `name`, as keyword arguments.
 
     Args:
-        m: The config section of the model. Its field `pos_emb_options` holds the options.
+        m: The config section of the model. Its field `pos_emb_options` contains the options.
         name: The name of a positional embedding, such as `kerple_log`.
 
     Raises:
@@ -155,7 +155,7 @@ def attention_of(
 
 
 def describe_attention(attends: Sequence[AttentionFn]) -> list[str]:
-    """Return lines for the log that say which attention backend each layer uses, and why.
+    """Return lines for the log that name each layer's attention backend, and why it was selected.
 
     Args:
         attends: The attention backend of each layer.
@@ -181,7 +181,7 @@ def plan_of(
     tp: TensorGroup = ALONE,
     cp: TensorGroup = ALONE,
 ) -> Plan:
-    """Return the arguments from which `GPT` builds the config's model.
+    """Return the plan from which `GPT` builds the config's model.
 
     Args:
         vocab_size: The size of the tokenizer's vocabulary, before padding.

@@ -28,4 +28,4 @@ class HubError(UserError):
 
 
 class RunLogError(UserError):
-    """Weights & Biases could not be started."""
+    """TensorBoard or Weights & Biases could not be started."""

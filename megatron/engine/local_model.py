@@ -1,8 +1,8 @@
 """Build this rank's part of the model: the plain model, or a stage of a DeepSpeed pipeline.
 
-The plain model and a stage hold only this tensor-parallel rank's slices of the weights. The class
-of a stage, `Pipeline`, has the same interface as the plain model, `GPT`. Each stage holds complete
-transformer blocks.
+The plain model and a stage contain only this tensor-parallel rank's slices of the weights. The
+class of a stage, `Pipeline`, has the same interface as the class of the plain model, `GPT`. Each
+stage contains complete transformer blocks.
 """
 
 import contextlib
@@ -68,7 +68,7 @@ class Pipeline(PipelineModule):
 
     @property
     def theta_parts(self) -> tuple[nn.Parameter, ...]:
-        """The positional embedding's learned parameters; an empty tuple on a stage without them."""
+        """The positional embedding's learned parameters; empty if this stage does not store any."""
         # The first tensor is `theta` [this rank's heads, parameters per head]. If all heads share
         # some parameters, a second tensor [1, shared parameters] holds them.
         named = dict(self.named_parameters())

@@ -1,6 +1,6 @@
 """Compute the shape of a config's model, such as its widths and its norms.
 
-`engine/build.py` combines the shape with the positional embedding and attention.
+The module `engine/build.py` combines the shape with the positional embedding and with attention.
 """
 
 from dataclasses import asdict, replace

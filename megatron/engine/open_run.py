@@ -1,4 +1,4 @@
-"""Open a run folder and load its model. Everything that uses a trained model does this here."""
+"""Open a run folder and load its model, for evaluation, generation and export."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -30,7 +30,7 @@ class OpenRun:
         config: The configuration with which the model was built.
         tokenizer: The tokenizer that the config names.
         model: The model, or this rank's tensor-parallel shard of it.
-        saved: The checkpoint whose weights the model has.
+        saved: The checkpoint from which the model's weights were loaded.
         notes: Lines to print for the user.
     """
 
@@ -46,8 +46,7 @@ class OpenRun:
         return next(self.model.parameters()).dtype
 
     def said(self) -> str:
-        """Return lines for the log: which checkpoint is evaluated, then `self.notes`."""
-        # The first line is `evaluating PATH OF CHECKPOINT`.
+        """Return lines for the log: `evaluating PATH OF CHECKPOINT`, then `self.notes`."""
         return "\n".join([f"evaluating {self.saved.path}", *self.notes])
 
 
@@ -65,8 +64,8 @@ def open_run(
     function.
 
     Args:
-        config: The configuration. None means that `files` and `overrides` hold the configuration,
-            and that each process holds the whole model.
+        config: The configuration. None means that the configuration is read from `files` and
+            `overrides`, and that each process loads the whole model.
         groups: The job's process groups; None means that this process is alone.
         files: Config files; without any, the run's `config.yml` is read.
         overrides: Config overrides, `key=value`.

@@ -23,7 +23,7 @@ class Corpus:
     """A range of documents, from which a split draws samples.
 
     Attributes:
-        shards: The opened token shards that hold the documents.
+        shards: The opened token shards that contain the documents.
         documents: (start, end), the range of documents [start, end) of `shards`.
         weight: The relative weight of this corpus among the corpora of the split.
     """

@@ -4,9 +4,10 @@ A pickle file can name any Python function and have it called when the file is l
 `torch.load(weights_only=True)` refuses every function and class that is not on torch's own list.
 This module adds only the functions and classes that checkpoints need:
 
-- those of numpy, for the random state in the `mp_rank_*` file of a published (GPT-NeoX) checkpoint;
-- those of DeepSpeed in its `*_optim_states.pt` files. These are classes that hold plain values, and
-  loading them runs no method. They are allowed only while DeepSpeed reads a checkpoint.
+- functions and classes of numpy, for the random state in the `mp_rank_*` file of a published
+  (GPT-NeoX) checkpoint;
+- classes of DeepSpeed, for its `*_optim_states.pt` files. These classes contain plain values, and
+  loading them runs no method. The classes are allowed only while DeepSpeed reads a checkpoint.
 
 DeepSpeed itself calls `torch.load(weights_only=False)`. Therefore, every call of DeepSpeed that
 reads a checkpoint must be inside a block `with only_safe_loads()`.

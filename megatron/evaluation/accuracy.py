@@ -3,13 +3,14 @@
     exact accuracy = examples whose answer tokens are all right / examples
     token accuracy = answer tokens that are right / answer tokens
 
-An answer token is right if the model finds it most likely after the true tokens before it. If all
-answer tokens are at the end of the example, greedy generation would have the same exact accuracy,
-because it reads the same tokens up to its first mistake. The interval of the exact accuracy is
-Wilson's, with 95% confidence. Token accuracy has no interval, because the tokens of one example are
-not independent.
+An answer token is right if the model assigns it the highest probability, given the true tokens
+before it. If all answer tokens are at the end of the example, greedy generation would have the same
+exact accuracy, because it reads the same tokens up to its first mistake. The exact accuracy has a
+95% interval by Wilson's method. The token accuracy has no interval, because the tokens of one
+example are not independent.
 
-scipy and pandas are imported inside the functions, so that training does not wait for them.
+scipy and pandas are imported inside the functions, so that training does not wait for these
+imports.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -35,7 +36,7 @@ from megatron.run_folder import RunFolder
 
 @dataclass(frozen=True)
 class Accuracy:
-    """The accuracy at one length. It is a row of `accuracy.csv`, beside `measured_with`."""
+    """The accuracy at one length: the first columns of a row of `accuracy.csv`."""
 
     length: int
     times_train: float  # the length, divided by the longest length in training
@@ -60,6 +61,10 @@ def accuracy_at(
 
     Args:
         logits_of: A function from tokens [B, T] to logits [B, T, vocabulary].
+        task: The length task.
+        length: The length of the examples.
+        count: The number of examples.
+        groups: The job's process groups.
         batch_tokens: The approximate number of tokens in a forward pass.
     """
 
@@ -89,13 +94,16 @@ def accuracy_at(
 def evaluate_task(
     model: MeasuredModel, task: Task, run_dir: Path, say: Callable[[str], None]
 ) -> list[Accuracy]:
-    """Measure a model at each of `eval_lengths`, print a table, and write a CSV and a plot.
+    """Measure a model's accuracy on a length task at each of `eval_lengths`.
 
-    Every rank must call this function. In a pipelined job, the function only prints a hint to use
-    `evaluate.py`, and returns [].
+    The function prints a table, and writes a CSV file and a plot. Every rank must call this
+    function. In a pipelined job, the function only prints a hint to use `evaluate.py`, and returns
+    [].
 
     Args:
-        run_dir: The folder into which the CSV and the plot are written.
+        model: The model.
+        task: The length task.
+        run_dir: The folder into which the CSV file and the plot are written.
         say: A function that prints a text.
 
     Raises:
@@ -120,10 +128,14 @@ def evaluate_task(
 def write_accuracy(
     rows: Sequence[Accuracy], task: Task, run_dir: Path, title: str, about: Mapping[str, Any]
 ) -> str:
-    """Write `accuracy.csv` and a plot of it into `run_dir`. Return the table as text.
+    """Write `accuracy.csv` and its plot into `run_dir`, and return the table as text.
 
     Args:
+        rows: The accuracy at each length.
+        task: The length task.
+        run_dir: The folder.
         title: The title of the plot and of the text.
+        about: Columns to add to the table. Each column has the same value in all rows.
     """
     import pandas as pd
 

@@ -5,12 +5,14 @@
     bits/byte = loss(L) * tokens / (ln 2 * bytes)
     stderr(L) = std over sequences of the sequence's mean loss / sqrt(number of sequences)
 
-Here tokens is the number of target tokens, and bytes the number of their UTF-8 bytes. Each token is
-predicted from all earlier tokens of its sequence. Sequences do not overlap, and all lengths are
-measured on the same text. Three baselines measure the same model with short contexts of c tokens.
-The first splits the text into sequences of c tokens, so that each token has 1 ... c predecessors.
-The second scores single tokens that have exactly c predecessors. The third, the windowed twin,
-limits each layer to the last c tokens of the longest sequences.
+Here `tokens` is the number of target tokens, and `bytes` is the number of UTF-8 bytes of these
+tokens. Each token is predicted from all earlier tokens of its sequence. Sequences do not overlap.
+All lengths are measured on the same text.
+
+Three baselines measure the same model with short contexts of c tokens. The first baseline splits
+the text into sequences of c tokens, so that each token has 1 ... c predecessors. The second baseline
+scores single tokens that have exactly c predecessors. The third baseline is the windowed twin: in
+each layer, a token of the longest sequences sees only the last c tokens.
 """
 
 import math
@@ -51,15 +53,16 @@ from megatron.run_folder import RunFolder
 
 @dataclass(frozen=True)
 class Measurement:
-    """A model, the text on which its losses are measured, and the size of a batch.
+    """The setup of a measurement: a model, the text that it predicts, and the size of a batch.
 
     Attributes:
         loss_fn: The function that returns the loss of each target token.
-        read: A function from a length to the text, cut into sequences: int64 [number of sequences,
-            length + 1]. The last token of a sequence is only a target, not an input.
+        read: A function that cuts the text into sequences of a given length. It returns int64
+            [number of sequences, length + 1]. The last token of a sequence is only a target, not an
+            input.
         token_bytes: A function from token ids to the number of UTF-8 bytes of each token.
         batch_tokens: The approximate number of tokens in a forward pass.
-        groups: The job's process groups. Each data-parallel rank measures a part of the sequences.
+        groups: The job's process groups. Each data-parallel rank measures some of the sequences.
         uncounted_after: The id of a token. Targets directly after this token are not scored. None
             scores all targets.
     """
@@ -90,7 +93,8 @@ class Measurement:
         Every rank must call this method.
 
         Args:
-            say: A function that prints the result of each length.
+            lengths: The sequence lengths, in tokens.
+            say: A function that prints a text. It gets the result of each length.
         """
         results = []
         for length in lengths:
@@ -105,12 +109,15 @@ class Measurement:
         return results
 
     def with_context(self, context: int, *, length: int, targets: int) -> LengthResult:
-        """Measure the loss of single tokens, each predicted from the `context` tokens before it.
+        """Measure the loss of single tokens with exactly `context` tokens of context.
+
+        Every rank must call this method.
 
         Args:
             context: The number of tokens before each scored token.
-            length: The text is cut into sequences of this length, and no context crosses a cut.
-            targets: The approximate number of tokens to score, at equal distances in the text.
+            length: The length of the sequences into which the text is cut. No context crosses a
+                cut.
+            targets: The approximate number of scored tokens, which are equally spaced in the text.
         """
         windows = np.lib.stride_tricks.sliding_window_view(self.read(length), context + 1, axis=1)
         windows = windows.reshape(-1, context + 1)
@@ -130,11 +137,13 @@ def evaluate_checkpoint(
     Every process of the job must call this function.
 
     Args:
-        out: The folder for the CSV and the plots; None means `load`.
-        say: A function that prints a text; only the main rank calls it.
+        config: The config.
+        load: The run folder.
+        out: The folder for the CSV files and the plots; None means `load`.
+        say: A function that prints a text. Only the main rank calls it.
 
     Raises:
-        CheckpointError: `load` holds no checkpoint, or the checkpoint does not fit the config.
+        CheckpointError: `load` contains no checkpoint, or the checkpoint does not fit the config.
     """
     with job_or_alone(config) as groups:
         say = say if groups.is_main else lambda text: None
@@ -151,13 +160,15 @@ def evaluate_checkpoint(
 def evaluate_lengths(
     model: MeasuredModel, text: Text | Task, run_dir: Path, say: Callable[[str], None]
 ) -> list[LengthResult] | list[Accuracy]:
-    """Measure `model` at the config's `eval_lengths`, print a table, and write a CSV and plots.
+    """Measure `model` at the config's `eval_lengths`, print a table, and write CSV files and plots.
 
     Every rank must call this function.
 
     Args:
-        text: The text, or a length task. On a length task, the accuracy is measured.
-        run_dir: The folder into which the CSV and the plots are written.
+        model: The model.
+        text: The text, or a length task. On a text, the perplexity is measured. On a length task,
+            the accuracy is measured.
+        run_dir: The folder into which the CSV files and the plots are written.
         say: A function that prints a text.
 
     Raises:
@@ -198,10 +209,13 @@ def evaluate_lengths(
 def measurement_of(
     config: Config, groups: Groups, loss_fn: LossFn, tokenizer: Tokenizer, text: Text, tokens: int
 ) -> tuple[Measurement, int]:
-    """Return a `Measurement` on the config's text, and the number of targets at each length.
+    """Return a `Measurement` on the config's text, and the number of target tokens at each length.
 
     Args:
-        tokens: The largest number of targets per length.
+        loss_fn: The function that returns the loss of each target token.
+        tokenizer: The tokenizer with which the text was made.
+        text: The text.
+        tokens: The largest number of target tokens at each length.
 
     Raises:
         DataError: The text is shorter than one sequence of the largest length.
@@ -238,15 +252,18 @@ def draw_kernels(
     *,
     few: bool = False,
 ) -> list[Path]:
-    """Plot each head's bias and weight by query-key distance, as PNG files in `run_dir`.
+    """Plot the bias and the weight of each head as functions of the query-key distance.
 
     Args:
+        pos: The model's positional embedding.
         trained_HN: The learned parameters [heads, parameters per head]; None if there are none.
-        step: The optimizer steps that the model was trained for.
+        config: The config of the model.
+        run_dir: The folder for the pictures.
+        step: The number of optimizer steps that the model was trained for.
         few: Whether to plot at most three kernels: the first, the middle and the last.
 
     Returns:
-        The files.
+        The paths of the PNG files.
     """
     # The file is `kernels.png`. If layers have different kernels, there is one file for each
     # kernel, such as `kernels_layer0.png`. The distances go up to the largest of `eval_lengths` and

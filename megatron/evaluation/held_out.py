@@ -1,4 +1,4 @@
-"""Measure the loss on the splits `valid` and `test`, during and after training, or as GPT-NeoX."""
+"""Measure losses on the splits `valid` and `test`, during or after training or as in GPT-NeoX."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -20,9 +20,10 @@ from megatron.parallel.loss import perplexity
 
 
 def validation(data: JobData, engine: Engine, step: int) -> dict[str, float]:
-    """Run the validation after step `step`, and return its metrics. Every rank must call this.
+    """Run the validation after training step `step`, and return its metrics.
 
-    The metrics are `validation/loss` and, on some steps, the losses by length.
+    The metrics are `validation/loss` and, on some steps, the losses by length. Every rank must call
+    this function.
     """
     # The losses by length come if `step` is a multiple of `eval_lengths_interval`.
     t, interval = data.config.training, data.config.evaluation.eval_lengths_interval
@@ -39,7 +40,7 @@ def validation(data: JobData, engine: Engine, step: int) -> dict[str, float]:
 
 
 def _by_length(data: JobData, model: Callable[..., torch.Tensor]) -> dict[str, float]:
-    """Return the validation loss of each length in `eval_lengths`, by the metric's name.
+    """Return the validation loss at each of `eval_lengths`, as a dict from metric name to loss.
 
     Raises:
         DataError: The text is shorter than one sequence of the largest length.
@@ -69,8 +70,9 @@ def held_out_loss(
     Every rank must call this function.
 
     Args:
-        name: The split, `valid` or `test`.
-        evaluations_before: The number of earlier evaluations, whose batches are skipped.
+        name: The name of the split, `valid` or `test`.
+        evaluations_before: The number of earlier evaluations. The batches that they read are
+            skipped.
     """
     loader = data.held_out(name, evaluations_before=evaluations_before)
     if loader is None:
@@ -93,9 +95,10 @@ def log_final_losses(data: JobData, engine: Engine, log: RunLog) -> None:
 
 
 def log_published_losses(data: JobData, engine: Engine, log: RunLog, step: int) -> None:
-    """Log the losses that GPT-NeoX prints with `train_iters: 0`, on the batches that it would read.
+    """Log the losses that GPT-NeoX prints with `train_iters: 0`, measured on the same batches.
 
-    The batches are those of the splits `valid` and `test`. Every rank must call this function.
+    The batches are those that GPT-NeoX would read from the splits `valid` and `test`. Every rank
+    must call this function.
 
     Args:
         step: The number of optimizer steps that the model was trained for.

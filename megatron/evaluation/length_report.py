@@ -28,17 +28,19 @@ def write_extrapolation(
     rows: Sequence[LengthResult], run_dir: Path, train_length: int, baselines: Baselines,
     title: str, about: Mapping[str, Any],
 ) -> str:  # fmt: skip
-    """Write `extrapolation.csv`, and `.png` and `.svg`, into `run_dir` and return the table.
+    """Write the perplexity by length as `extrapolation.csv`, `.png` and `.svg`; return a table.
 
-    The CSV files of an earlier evaluation are kept with `.previous` added to their names.
+    The table is a text. The CSV files of an earlier evaluation are kept, with `.previous` added to
+    their names.
 
     Args:
         rows: The result of each length, in any order.
-        train_length: The sequence length in training, in tokens; the plot marks it.
-        baselines: Maps names to results of the model with a short context. The table, the plot and
-            `context_baseline.csv` show these results.
-        title: The title of the table and the plot.
-        about: Columns with one value each (`measured_with`).
+        run_dir: The folder for the files.
+        train_length: The training length in tokens, which the plot marks.
+        baselines: Maps descriptions to results of the model with a short context. The table, the
+            plot and `context_baseline.csv` contain these results.
+        title: The title of the table and of the plot.
+        about: Columns to add to the CSV files. Each column has the same value in all rows.
 
     Raises:
         ValueError: There are no rows, or a length occurs twice.
@@ -61,12 +63,14 @@ def write_extrapolation(
 
 
 def picture_title(what: str, name: str, config: Config, step: int, lengths: str = "") -> str:
-    """Return the title of a picture: `what` of which model, on which data, and the date.
+    """Return the title of a picture. It names the content, the model, the data and the date.
 
     Args:
+        what: A text that names the content of the picture.
         name: The name of the model's positional embedding.
-        step: The optimizer steps that the model was trained for.
-        lengths: The lengths in training. If "", they are the config's `seq_length` in tokens.
+        config: The config of the model.
+        step: The number of optimizer steps that the model was trained for.
+        lengths: The training lengths as text. With "", the title names the config's `seq_length`.
     """
     model, data = config.model, config.data
     paths = data.data_path or data.valid_data_paths
@@ -79,7 +83,7 @@ def picture_title(what: str, name: str, config: Config, step: int, lengths: str 
 
 
 def csv_of(table: Any) -> bytes:
-    """Return `table` as the content of a CSV file.
+    """Return a table as the content of a CSV file.
 
     Args:
         table: A table of pandas, or a list of rows that are dicts or dataclasses.
@@ -115,14 +119,23 @@ def _table(
 
 
 def _measured(value: float, error: float, digits: int) -> str:
-    """Format `value ± error`, or only the value if the error is NaN (for a single sequence)."""
+    """Format `value ± error`. If the error is NaN (for a single sequence), format only `value`."""
     return f"{value:.{digits}f}" + ("" if math.isnan(error) else f" ± {error:.{digits}f}")
 
 
 def extrapolation_figure(
     rows: Sequence[LengthResult], train_length: int, baselines: Baselines, title: str
 ) -> Figure:
-    """Plot the perplexity by length, with one standard error on both sides, and the baselines."""
+    """Plot the perplexity by length, and each baseline as a horizontal line.
+
+    A band shows one standard error above and below the perplexity.
+
+    Args:
+        rows: The result of each length.
+        train_length: The training length in tokens, which the plot marks.
+        baselines: Maps the name of each baseline to its result.
+        title: The title of the figure.
+    """
     lengths = [row.length for row in rows]
     values = np.array([row.perplexity for row in rows])
     errors = np.nan_to_num([row.perplexity_stderr for row in rows])
@@ -138,15 +151,17 @@ def extrapolation_figure(
 def kernels_figure(
     kernels: Mapping[str, np.ndarray], distance_n: np.ndarray, train_length: int, title: str
 ) -> Figure:
-    """Plot the distance kernel of each head. Distances are on a log axis, so d = 0 is left out.
+    """Plot the distance kernel of each head.
 
-    If a value is beyond LINEAR, the values from -1 to 1 are on a linear axis and those beyond on a
-    logarithmic one, so that all heads show.
+    The x axis is logarithmic, so the distance 0 is left out. If a bias or weight is larger than
+    LINEAR, the y axis is linear from -1 to 1 and logarithmic elsewhere. This makes the curves of
+    all heads visible.
 
     Args:
-        kernels: Maps the label of an axis to values [H, n] of H heads at n distances.
-        distance_n: [n], the distances in tokens.
-        train_length: The sequence length in training, in tokens; the plot marks it.
+        kernels: Maps the label of a y axis to values [H, n] of H heads at n distances.
+        distance_n: The distances in tokens, [n].
+        train_length: The training length in tokens, which the plot marks.
+        title: The title of the figure.
     """
     parts = [
         (label, values_Hn, heads)

@@ -1,4 +1,4 @@
-"""Compute losses of sequences, in nats per token; all ranks get the same result."""
+"""Compute the losses of sequences, in nats per token. All ranks get the same result."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -17,12 +17,13 @@ from megatron.parallel.groups import Groups
 
 @dataclass(frozen=True)
 class MeasuredModel:
-    """A model that is evaluated by length.
+    """A model that is evaluated by length, with everything that the evaluation needs.
 
     Attributes:
-        config: The configuration. Its section `evaluation` selects what is measured.
+        config: The config. Its section `evaluation` selects what is measured.
         groups: The job's process groups.
-        loss_fn: The function that returns the loss of each target token, or logits without targets.
+        loss_fn: The function that returns the loss of each target token. Without targets, it
+            returns logits.
         module: The model, or the shard of it that this rank holds.
         tokenizer: The tokenizer with which the text was made.
         theta_HN: The learned parameters of the positional embedding, fp32 [heads, parameters per
@@ -48,12 +49,15 @@ def losses_of_sequences(
     last_only: bool = False,
     uncounted_after: int | None = None,
 ) -> np.ndarray:
-    """Return the mean loss of each of n sequences in nats per token, as float64 [n].
+    """Return the mean loss of each of n sequences, in nats per token, as float64 [n].
 
-    Every rank must call this function, because the data-parallel ranks divide the sequences.
+    Every rank must call this function, because the sequences are divided among the data-parallel
+    ranks.
 
     Args:
+        loss_fn: The function that returns the loss of each target token.
         sequences: The tokens of n sequences with L targets each, int64 [n, L + 1].
+        groups: The job's process groups.
         batch_tokens: The approximate number of tokens in a forward pass.
         last_only: Whether to score only the last position of each sequence.
         uncounted_after: The id of a token. Targets directly after this token are not scored. None
@@ -87,17 +91,21 @@ def scores_of_sequences(
     width: int,
     tick: Callable[[int], object] = lambda tokens: None,
 ) -> np.ndarray:
-    """Return the values that `score` computes for each of n sequences, float64 [n, width].
+    """Return `width` scores of each of n sequences, as float64 [n, width].
 
-    Every rank must call this function, because the data-parallel ranks divide the sequences.
+    Every rank must call this function, because the sequences are divided among the data-parallel
+    ranks.
 
     Args:
+        loss_fn: The function that returns the loss of each target token.
         sequences: The tokens of n sequences with L targets each, int64 [n, L + 1].
+        groups: The job's process groups.
         batch_tokens: The approximate number of tokens in a forward pass.
-        score: A function of a batch's losses (fp64) and inputs, both [B, L], with B sequences in
-            the batch. It returns [B, width].
-        width: The number of values that `score` returns for each sequence.
-        tick: A function that is called after each forward pass with its number of tokens.
+        score: A function that computes the scores of a batch of B sequences. Its arguments are the
+            losses (fp64) and the inputs, both [B, L]. It returns [B, width].
+        width: The number of scores of each sequence.
+        tick: A function that is called after each forward pass. Its argument is the number of
+            tokens in the pass.
     """
     count, length = sequences.shape[0], sequences.shape[1] - 1
     rows = max(1, batch_tokens // length)

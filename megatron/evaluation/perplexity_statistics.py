@@ -1,12 +1,13 @@
 """Compute perplexity, bits per byte and standard errors from the losses of sequences of one length.
 
-For n sequences of one length, where sequence i has the mean loss l_i (nats per target token):
+For n sequences of one length, sequence i has the mean loss l_i (nats per target token):
 
     loss = mean(l_i)     stderr = std(l_i, ddof=1) / sqrt(n)     perplexity = exp(loss)
     bits_per_byte = loss / ln 2 * (target tokens / UTF-8 bytes of these tokens)
 
-The standard errors of perplexity and bits_per_byte are first-order approximations. The first is
-perplexity * stderr, and the second is bits_per_byte * stderr / loss.
+The standard errors of perplexity and bits_per_byte are first-order approximations. The standard
+error of perplexity is perplexity * stderr. The standard error of bits_per_byte is bits_per_byte *
+stderr / loss.
 """
 
 import math
@@ -26,9 +27,9 @@ TokenBytes = Callable[[np.ndarray], np.ndarray]
 
 @dataclass(frozen=True)
 class LengthResult:
-    """The result for one sequence length: a row of `extrapolation.csv`.
+    """The result for one sequence length: the first columns of a row of `extrapolation.csv`.
 
-    The fields, in this order, are the first columns of the file. `measured_with` has the others.
+    The columns have the names and the order of the fields.
     """
 
     length: int  # the target tokens in a sequence
@@ -48,11 +49,12 @@ class LengthResult:
 
 
 def measured_with(config: Config, step: int) -> dict[str, Any]:
-    """Return facts about a measurement, as a dict from column name in a CSV file to value.
+    """Return the settings with which a model is measured, as a dict from CSV column to value.
 
-    The facts are the distance scale, the split, `step`, and a fingerprint of the code.
+    The settings are the distance scale, the split, `step`, and a fingerprint of the code.
 
     Args:
+        config: The config.
         step: The number of optimizer steps that the model was trained for.
     """
     scale, split = config.evaluation.eval_distance_scale, config.evaluation.eval_split
@@ -60,16 +62,17 @@ def measured_with(config: Config, step: int) -> dict[str, Any]:
 
 
 def scaled(title: str, config: Config) -> str:
-    """Return `title`, extended by `eval_distance_scale` if that is not 1."""
+    """Return `title`, with the config's `eval_distance_scale` appended unless the scale is 1."""
     scale = config.evaluation.eval_distance_scale
     return title if scale == 1.0 else f"{title} at distances x {scale:g}"
 
 
 def summarise(length: int, losses: np.ndarray, bytes_scored: np.ndarray) -> LengthResult:
-    """Return the statistics of sequences of `length` tokens.
+    """Summarise the losses of sequences of one length as a `LengthResult`.
 
     Args:
-        losses: The mean loss of each of n sequences in nats, float64 [n].
+        length: The number of target tokens in a sequence.
+        losses: The mean loss of each of n sequences in nats per token, float64 [n].
         bytes_scored: The number of UTF-8 bytes of each target token, in any shape.
     """
     loss = float(losses.mean())

@@ -1,4 +1,4 @@
-"""Load a run's newest checkpoint, and write prompts with the model's continuations."""
+"""Continue prompts with a run's newest checkpoint, and write the prompts and continuations."""
 
 import json
 from collections.abc import Callable, Sequence
@@ -26,20 +26,22 @@ class GenerationOptions:
     """The settings for generating text.
 
     Attributes:
-        read_prompts: A function that returns the prompts, or None for a text without a prompt,
-            which starts after an end-of-document token. Only rank 0 calls it. If `interactive`, it
-            is called again after each text, until it returns None.
+        read_prompts: A function that returns a list of prompts, or None. None means that the model
+            writes one text without a prompt, after an end-of-document token. Only rank 0 calls the
+            function.
         max_new_tokens: The largest number of tokens of a continuation.
         sampling: The settings for choosing tokens.
-        stops: The stop sequences. A continuation ends before the first one that occurs in it.
+        stops: The stop sequences. A continuation ends before the first stop sequence in it.
         endless: If true, the end-of-document token is never chosen. If false, this token can be
             chosen and ends the continuation.
-        seed: The seed of the random numbers. Each prompt has its own random generator.
-        batch_size: The number of prompts that are continued at the same time.
-        samples: The number of continuations of each prompt. Each has its own random generator.
-        interactive: Whether `read_prompts` is called again and again.
-        as_json: If true, write one JSON object per prompt. If false, write plain text. The text of
-            a single prompt is then written while it is generated.
+        seed: The seed of the random numbers.
+        batch_size: The number of continuations that are generated at the same time.
+        samples: The number of continuations of each prompt. Each continuation has its own random
+            generator.
+        interactive: If true, `read_prompts` is called again after its prompts are continued. None
+            then means that there are no more prompts.
+        as_json: If true, write one JSON object per continuation. If false, write plain text, and
+            write a single continuation while it is generated.
     """
 
     read_prompts: Callable[[], list[str] | None]
@@ -73,7 +75,7 @@ def generate(
         say: A function that prints a message for the user. Only rank 0 calls it.
 
     Raises:
-        CheckpointError: `load` holds no checkpoint, or the checkpoint does not fit the config.
+        CheckpointError: `load` contains no checkpoint, or the checkpoint does not fit the config.
         DataError: There is no prompt, or a prompt has no tokens.
         PositionalError: A trained position table is too short for a prompt and its continuation.
     """
@@ -104,10 +106,10 @@ def _continue(
     write: Callable[[str], None],
     say: Callable[[str], None],
 ) -> None:
-    """Continue the prompts `texts`, or begin a document if `texts` is None (see `generate`).
+    """Continue the prompts `texts`. If `texts` is None, write a text without a prompt.
 
     Args:
-        before: The number of earlier prompts, which decides the random numbers.
+        before: The number of earlier prompts. The random numbers depend on it.
     """
     model, tokenizer = run.model, run.tokenizer
     prompts = [[tokenizer.eod]] if texts is None else _encoded(texts, tokenizer, model)
@@ -145,14 +147,14 @@ def _nothing(text: str) -> None:
 
 
 def _stream(prompt: int, sample: int) -> str:
-    """Return the name of the random stream of one sample of a prompt."""
+    """Return the name of the random number stream for continuation `sample` of prompt `prompt`."""
     return f"prompt {prompt}" + (f" sample {sample}" if sample else "")
 
 
 def _origin(saved: Saved, groups: Groups) -> str:
-    """Return a line that names the checkpoint and the parallel layout in which it was trained.
+    """Return a line that names the checkpoint and the parallel layout of its training.
 
-    The layout is left out if this project did not write the checkpoint.
+    If this project did not write the checkpoint, the line does not contain the layout.
     """
     line = f"generating with {saved.path} on {groups.world_size} {groups.device.type}"
     if saved.kind != "ours":
@@ -165,11 +167,11 @@ def _origin(saved: Saved, groups: Groups) -> str:
 def _encoded(texts: list[str], tokenizer: Tokenizer, model: GPT) -> list[list[int]]:
     """Return the token ids of each prompt.
 
-    If tokens attend only to their own document, the result has only the ids after the prompt's last
-    end-of-document token.
+    If tokens attend only to their own document, the ids up to the last end-of-document token of a
+    prompt are left out.
 
     Raises:
-        DataError: There is no prompt, or no token of a prompt is left.
+        DataError: There is no prompt, or a prompt has no tokens.
     """
     if not texts:
         raise DataError("there is no prompt; write one per line")

@@ -23,8 +23,8 @@ class Speed:
     Attributes:
         prompt_tokens: The number of tokens in the prompts.
         prompt_seconds: The time from the start of each batch until its first new tokens.
-        tokens: The number of new tokens, without the first new token of each prompt.
-        seconds: The time in which these new tokens were generated.
+        tokens: The number of new tokens, not counting the first new token of each prompt.
+        seconds: The time in which the tokens that `tokens` counts were generated.
     """
 
     prompt_tokens: int = 0
@@ -52,7 +52,7 @@ def continue_texts(
 
     Args:
         prompts: The token ids of each prompt. A prompt has at least one token.
-        texts: The continuation of each prompt. New tokens are added to it.
+        texts: The continuation of each prompt, to which the new tokens are added.
         generators: The random generator of each prompt.
         how: The settings for choosing tokens.
         banned: The ids of tokens that are never chosen.

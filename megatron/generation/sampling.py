@@ -2,16 +2,16 @@
 
     p_v = softmax_v(logits / temperature)
 
-`top_k` keeps the k most likely tokens, and their probabilities are rescaled to the sum 1. `top_p`
-then keeps the smallest set of most likely tokens whose probabilities sum to at least `top_p`. Of
-equally likely tokens, the one with the smaller id comes first. `min_p` then keeps the tokens that
-are at least `min_p` times as likely as the most likely one. Temperature 0 always chooses the most
+`top_k` keeps the k most likely tokens, and rescales their probabilities to the sum 1. `top_p` then
+keeps the smallest set of most likely tokens whose probabilities sum to at least `top_p`. If tokens
+are equally likely, the token with the smaller id is kept first. `min_p` then keeps the tokens that
+are at least `min_p` times as likely as the most likely token. Temperature 0 always chooses the most
 likely token.
 
-Before all this, `repetition_penalty` divides the logits of the text's tokens (its prompt included)
-if they are positive, and multiplies them if they are negative (Keskar et al. 2019, arXiv
-1909.05858). `min_p` (Nguyen et al. 2024, arXiv 2407.01082) and the penalty are those of Hugging
-Face's transformers.
+Before these steps, `repetition_penalty` changes the logits of the tokens that occur in the prompt
+or its continuation. A positive logit is divided by the penalty, and a negative logit is multiplied
+by the penalty (Keskar et al. 2019, arXiv 1909.05858). `min_p` (Nguyen et al. 2024, arXiv
+2407.01082) and the penalty are defined as in Hugging Face's transformers.
 
 Legend: B texts, V vocabulary.
 """
@@ -36,8 +36,9 @@ class Sampling:
             1 keeps all tokens.
         min_p: Keep a token only if its probability divided by the largest probability is at least
             this value.
-        repetition_penalty: The penalty for tokens that already occur in the text, above 0; 1 has no
-            effect. Positive logits are divided by it, and negative ones multiplied.
+        repetition_penalty: The penalty for tokens that already occur in the text. A positive logit
+            is divided by the penalty, and a negative logit is multiplied by the penalty. The
+            penalty must be above 0. 1 has no effect.
     """
 
     temperature: float = 1.0
@@ -75,7 +76,8 @@ def penalised(logits_BV: Tensor, texts: Sequence[Sequence[int]], penalty: float)
 
     Args:
         logits_BV: The logits, [batch, vocabulary].
-        texts: The token ids of each text so far.
+        texts: The token ids of each text so far, including the prompt.
+        penalty: The divisor of positive logits and factor of negative logits.
     """
     result_BV = logits_BV.clone()
     for row_V, ids in zip(result_BV, texts, strict=True):
@@ -99,7 +101,7 @@ def sample(
         texts: The token ids of each text so far, for the repetition penalty.
 
     Raises:
-        DivergedError: A logit is infinite or not a number.
+        DivergedError: The largest logit of a text is infinite or not a number.
     """
     # With one generator for each text, the draws for one text do not depend on the other texts of
     # the batch.

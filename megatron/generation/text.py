@@ -5,9 +5,12 @@ from collections.abc import Callable, Sequence
 from megatron.data.tokenizers.base import Tokenizer
 
 WINDOW = 8
-"""The most tokens whose text is held back. A character takes at most 4 tokens (its bytes)."""
+"""The largest number of tokens whose text is held back because of an incomplete character.
+
+A character has at most 4 tokens, one for each byte.
+"""
 UNFINISHED = "\ufffd"
-"""What tokenizers return for the bytes of an unfinished (or invalid) character."""
+"""The character that tokenizers return for the bytes of an incomplete or invalid character."""
 
 
 class Continuation:
@@ -15,12 +18,13 @@ class Continuation:
 
     Args:
         prompt: The token ids of the prompt.
-        stops: The stop sequences. The text ends before the first one that occurs in it.
+        stops: The stop sequences. The text ends before the first stop sequence in it.
         emit: A function that is called with each new piece of text.
 
     Attributes:
         tokens: The number of tokens added so far.
-        end: The reason why the text has ended ("document", "stop" or "length"); "" if it has not.
+        end: The reason why the text has ended: "document", "stop" or "length". It is "" if the text
+            has not ended.
     """
 
     # The end of the text is held back while it is an incomplete character, or while it may be the
@@ -43,8 +47,7 @@ class Continuation:
 
     @property
     def text(self) -> str:
-        """The text so far."""
-        # The last part that is held back is left out.
+        """The text that has been emitted so far."""
         return "".join(self._pieces)
 
     def add(self, token: int) -> None:
@@ -71,12 +74,12 @@ class Continuation:
         self._pass_on(new)
 
     def finish(self, end: str) -> None:
-        """End the text, and emit the text that was held back.
+        """End the text, and emit its last part, which may not have been emitted yet.
 
         If the text has already ended, do nothing.
 
         Args:
-            end: The reason.
+            end: The reason why the text ends.
         """
         if self.end:
             return

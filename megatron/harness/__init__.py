@@ -1,1 +1,4 @@
-"""Run lm-evaluation-harness on the model of a run folder. Needs requirements-hub.txt."""
+"""Run lm-evaluation-harness on the model of a run folder.
+
+The libraries in requirements-hub.txt must be installed.
+"""

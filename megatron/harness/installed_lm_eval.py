@@ -1,8 +1,9 @@
-"""Import lm-evaluation-harness and its packages, although two of our commands have their names.
+"""Import the packages lm_eval and evaluate, although two of our commands have the same names.
 
-`python tools/lm_eval.py` puts tools/ at the start of Python's import path, so `import lm_eval`
-would import the command itself. In the root of the checkout, `import evaluate` would import our
-`evaluate.py` instead of the package `evaluate`, from which the harness takes metrics.
+`lm_eval` is lm-evaluation-harness. `python tools/lm_eval.py` puts tools/ at the start of Python's
+import path, so `import lm_eval` would import the command itself. In the root of the checkout,
+`import evaluate` would import our `evaluate.py` instead of the package `evaluate`, which computes
+metrics for the harness.
 """
 
 import os

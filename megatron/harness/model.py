@@ -1,12 +1,12 @@
 """Answer the requests of lm-evaluation-harness with the model of a run folder.
 
-The log-likelihood of a text t after a context c, both in tokens, is
+The log-likelihood of a text with the tokens t_1, t_2, ... after a context c is
 
     sum over i of log p(t_i | c, t_1 ... t_{i-1})   [nats]
 
-An empty context is replaced by the token that begins a document (BOS), or if the tokenizer has
-none, by the end-of-document token. As in the loss, the softmax includes the ids that pad the
-vocabulary.
+An empty context is replaced by the token that begins a document (BOS). If the tokenizer has no such
+token, an empty context is replaced by the end-of-document token. As in the training loss, the
+softmax includes the ids that pad the vocabulary.
 
 Legend: B texts, T positions, V vocabulary.
 """
@@ -33,7 +33,7 @@ from megatron.parallel.groups import TensorGroup
 from megatron.parallel.rng import named_generator
 
 MAX_GEN_TOKS = 256
-"""The most new tokens of a text, if the task does not set `max_gen_toks`. The harness's default."""
+"""The harness's default for `max_gen_toks`, the largest number of new tokens of a text."""
 _GENERATION = {"until", "max_gen_toks", "do_sample", "temperature", "top_k", "top_p"}
 
 
@@ -42,8 +42,8 @@ class RunModel(TemplateLM):
 
     Args:
         tp: The tensor-parallel group. It contains all ranks of the job.
-        max_length: The maximum number of tokens in the input. The start of a longer context is cut
-            off.
+        max_length: The maximum number of tokens in the input of the model. If a context is too
+            long, its first tokens are cut off.
         batch_size: The number of texts in a forward pass.
         info: Facts about the model that are stored with the results.
     """
@@ -87,7 +87,7 @@ class RunModel(TemplateLM):
         """Return the token ids of a text. Tokens that begin a document, such as BOS, come first.
 
         Args:
-            add_special_tokens: If this is false, only the tokens of the text itself are returned.
+            add_special_tokens: If it is False, only the tokens of the text itself are returned.
         """
         if add_special_tokens is False:
             return self._tokenizer.encode(string).tolist()
@@ -124,18 +124,18 @@ class RunModel(TemplateLM):
     def _score(
         self, pairs: Sequence[tuple[list[int], list[int]]], *, greedy: bool
     ) -> list[tuple[float, bool]]:
-        """Return (log-likelihood, is greedy) for each pair of token ids (context, target).
+        """Return (log-likelihood, is_greedy) for each pair of token ids (context, target).
 
-        "Is greedy" is true if every token of the target is the most likely token at its position.
+        `is_greedy` is true if every token of the target is the most likely token at its position.
 
         Args:
-            greedy: Whether to compute "is greedy".
+            greedy: Whether to compute `is_greedy`.
 
         Raises:
             DataError: A target is too long for the model.
             DivergedError: A log-likelihood is infinite or not a number.
         """
-        # If `greedy` is false, "is greedy" has no meaning, and less memory is needed. A target may
+        # If `greedy` is false, `is_greedy` has no meaning, and less memory is needed. A target may
         # have `max_length` tokens.
         longest = max((len(target) for _, target in pairs), default=0)
         if longest > self._max_length:
@@ -176,7 +176,7 @@ class RunModel(TemplateLM):
         """Return the continuation of each text, up to a stop sequence or the end of a document.
 
         Raises:
-            DataError: The task sets a generation option that does not exist here.
+            DataError: The task sets a generation option that this project does not support.
         """
         asked: list[Any] = [request.args for request in requests]
         answers = [""] * len(asked)
@@ -212,7 +212,7 @@ class RunModel(TemplateLM):
         return answers
 
     def _prompt(self, text: str) -> list[int]:
-        """Return the token ids of `text`, or the end-of-document token if there are none."""
+        """Return the token ids of `text`. If there are none, return the end-of-document token."""
         # If tokens attend only to their own document, the ids of earlier documents are left out.
         ids, end = self.tok_encode(text), self.eot_token_id
         if self._model.documents is not None and end in ids:  # no token sees older documents
@@ -220,7 +220,7 @@ class RunModel(TemplateLM):
         return ids or [end]
 
     def _batches(self, lengths: Sequence[int]) -> Iterator[list[int]]:
-        """Yield batches of indices of texts, the longest texts first.
+        """Divide texts into batches, the longest texts first, and yield the indices of each batch.
 
         Args:
             lengths: The length of each text.
@@ -237,7 +237,7 @@ def sampling_of(options: dict[str, Any]) -> Sampling:
         options: The task's `generation_kwargs`.
 
     Raises:
-        DataError: An option does not exist here.
+        DataError: This project does not support an option.
     """
     # The harness's `normalize_gen_kwargs` has normalised them.
     if unknown := sorted(options.keys() - _GENERATION):

@@ -23,7 +23,7 @@ def score(
     max_length: int | None = None, batch_size: int = 8, seed: int = 1234,
     write: Path | None = None, show: Callable[[str], None] = print, **asked: Any,
 ) -> None:  # fmt: skip
-    """Score the newest checkpoint in the run folder `load`, and show the harness's tables.
+    """Score the newest checkpoint in the run folder `load`, and show the tables of the scores.
 
     Every process of the job must call this function. The processes share the model by tensor
     parallelism.
@@ -42,7 +42,7 @@ def score(
         asked: More arguments of the harness's `simple_evaluate`, such as `limit` and `num_fewshot`.
 
     Raises:
-        CheckpointError: `load` holds no checkpoint, or the checkpoint does not fit the config.
+        CheckpointError: `load` contains no checkpoint, or the checkpoint does not fit the config.
         DataError: A task does not exist or cannot be loaded.
     """
     # Must be called inside `harness_packages`. If `log_samples` is true, the questions and answers
@@ -81,7 +81,7 @@ def score(
 
 
 class _Tasks(TaskManager):
-    """A task manager that reports all faults of a task's files and data as DataError."""
+    """A task manager that raises DataError for any fault in the files or data of a task."""
 
     def load(self, task_list: Any) -> Any:
         try:
@@ -91,13 +91,14 @@ class _Tasks(TaskManager):
 
 
 def find_tasks(tasks: Sequence[str], folder: Path | None) -> tuple[TaskManager, list[Any]]:
-    """Return a task manager, and the names or paths of the tasks that `tasks` names.
+    """Return a task manager, and the names or paths of the tasks that match `tasks`.
 
     Args:
+        tasks: Names of tasks, groups or tags, patterns such as `lambada*`, or paths of YAML files.
         folder: The folder with the YAML files of more tasks, or None.
 
     Raises:
-        DataError: No task is named, a named task does not exist, or `folder` is no folder.
+        DataError: `tasks` is empty, a task does not exist, or `folder` is not a folder.
     """
     names = [each.strip() for each in tasks if each.strip()]
     if not names:

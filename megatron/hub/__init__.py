@@ -1,1 +1,4 @@
-"""Exchange models with Hugging Face's `transformers`, an optional package."""
+"""Export models to Hugging Face's `transformers`, and import models from `transformers`.
+
+The package `transformers` is optional.
+"""

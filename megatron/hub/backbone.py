@@ -1,7 +1,7 @@
-"""Define the model without a head, and what models with different heads have in common.
+"""Define the model without a head, and the base class of the models with a head.
 
 Legend: B texts, T new tokens, S all tokens (cached ones and new ones), D hidden size, H heads, N
-columns of theta.
+parameters per head of the positional embedding (theta).
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ class KerpleModel(KerplePreTrainedModel):
     ) -> BaseModelOutputWithPast:
         """Return the hidden states [B, T, D] of the new tokens, after the final norm.
 
-        There are B texts with T new tokens and S tokens in total, D features and H heads.
+        B is the number of texts, T of new tokens, S of all tokens, D of features, and H of heads.
 
         Args:
             input_ids: The ids of the new tokens, int64 [B, T].
@@ -101,17 +101,18 @@ class KerpleModel(KerplePreTrainedModel):
             position_ids: The position of each new token, [B or 1, T]. A 0 begins a new document.
             past_key_values: The cache with the keys and values of the earlier tokens.
             inputs_embeds: The vectors of the new tokens, [B, T, D], in place of `input_ids`.
-            use_cache: Whether to return a cache. None means the config's value.
+            use_cache: Whether to return a cache. None means the value in the config.
             output_attentions: Whether to return each layer's attention probabilities [B, H, T, S].
-            output_hidden_states: Whether to return the input of each layer and the final states.
-            cu_seq_lens_q, cu_seq_lens_k: For one row of packed documents, the index at which each
-                begins. The last entry is the number of tokens.
+            output_hidden_states: Whether to return the input of each layer, and the hidden states
+                after the final norm.
+            cu_seq_lens_q, cu_seq_lens_k: For one row of packed documents, the index of the first
+                token of each document, and at the end the number of all tokens.
             max_length_q, max_length_k: Accepted for compatibility and ignored.
             seq_idx: For packed documents, a number for each token, [B, T]. Adjacent tokens with the
                 same number belong to the same document.
 
         Raises:
-            ValueError: Arguments contradict each other, or have values that are not supported.
+            ValueError: Arguments contradict each other, or the model does not support a value.
         """
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("give either input_ids or inputs_embeds")
@@ -146,7 +147,10 @@ class KerpleModel(KerplePreTrainedModel):
     def _states(
         self, x_BTD: Tensor, at: Columns, cache: Cache | None, output_attentions: bool | None
     ) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...] | None]:
-        """Return all hidden states, and the attention probabilities or None."""
+        """Return the hidden states before and after each layer, and the attention probabilities.
+
+        The attention probabilities are None unless they are requested.
+        """
         attentions = _or(output_attentions, self.config.output_attentions)
         name = self.config.attention
         if attentions and name != "eager":

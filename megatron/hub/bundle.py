@@ -1,4 +1,4 @@
-"""Join the sources of an exported model into one file that needs only torch and transformers."""
+"""Join the modules of an exported model into one file that imports only torch and transformers."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def bundle(terms: Iterable[str]) -> str:
     """Return the source of one Python file that defines the model and its positional embeddings.
 
     Args:
-        terms: The names of the positional embeddings.
+        terms: The names of the model's positional embeddings.
     """
     terms = sorted(set(terms))
     modules = {name: f"{positional.__name__}.{name}" for name in terms}
@@ -36,7 +36,7 @@ def bundle(terms: Iterable[str]) -> str:
 
 
 def _add(module: str, order: list[str]) -> None:
-    """Append a module to a list, after the modules of this project that it imports."""
+    """Append to `order` the modules of this project that `module` imports, then `module` itself."""
     if module in (positional.__name__, *order):  # the template replaces that package's functions
         return
     for node in ast.walk(ast.parse(_text(module))):
@@ -50,7 +50,7 @@ def _text(module: str) -> str:
 
 
 def _source(module: str) -> str:
-    """Return a module's source without its imports of this project and of `__future__`."""
+    """Return the source of `module`, without the imports from this project and `__future__`."""
     text = _text(module)
     lines: list[str | None] = list(text.splitlines())
     for node in ast.parse(text).body:

@@ -1,8 +1,8 @@
-"""List transformers' classes that compute what a model of ours computes.
+"""List the model classes of `transformers` that can compute the same function as our models.
 
-Each class is one table in classes.yml: the names of its modules, the names of its config.json's
-entries, and the config keys that have the same value in all of its models. The module `weights`
-converts the weights, and the module `config_keys` translates the entries of config.json.
+The file classes.yml has one table for each class. The table maps the names of our modules and
+config keys to the names in transformers. The module `weights` uses the table to convert weights,
+and the module `config_keys` uses it to translate config.json.
 """
 
 from __future__ import annotations
@@ -23,19 +23,22 @@ TANH = ("gelu_pytorch_tanh", "gelu_new", "gelu_fast", "gelu_python_tanh")
 class HubClass:
     """The description of a model class of the library `transformers`.
 
-    "Ours" means this project. "Entries" are those of the model's config.json.
+    An entry is a name with a value in the model's config.json. "Our" refers to this project.
 
     Attributes:
         name: The name of the class.
         model_type: The value of the entry `model_type`.
-        layers: The prefix of the names of the layers.
-        activations: Our `activation` for each value of the entry `hidden_act`.
-        keys: Our config keys that have the same value in every model of the class.
-        entries: The entry for each of our other config keys.
-        modules: The names of modules in transformers for each of ours that differs.
-        defaults: The values of entries that a config.json may leave out.
-        only: The only supported value of some entries, or the name of the entry that has it.
-        transposed: Whether the layers' matrices are stored transposed, as in GPT-2.
+        layers: The text before the number of the layer in the name of a weight.
+        activations: Maps the name of an activation in config.json to our `activation`.
+        keys: Maps each of our config keys that has the same value in every model of the class to
+            this value.
+        entries: Maps each of our config keys that has an equivalent entry to the name of the entry.
+        modules: Maps the name of each of our modules that has another name in transformers to
+            that name.
+        defaults: The value of each entry that a config.json may omit.
+        only: Maps the name of each entry with only one supported value to this value. A string is
+            the name of another entry. The two entries must then have the same value.
+        transposed: Whether the matrices of the layers are stored transposed, as in GPT-2.
     """
 
     name: str
@@ -58,7 +61,10 @@ CLASSES = tuple(HubClass(**table) for table in _TABLES["classes"])
 
 
 def class_of(found: Mapping[str, Any]) -> HubClass:
-    """Return the class that the content of a config.json names.
+    """Return the description of the model class that a config.json names.
+
+    Args:
+        found: The content of the config.json.
 
     Raises:
         HubError: This project does not support the class.

@@ -1,9 +1,9 @@
-"""Work out positions, padding and documents from the arguments of an exported model.
+"""Compute positions, padding and documents from the arguments of an exported model.
 
-The texts of a batch may be padded, and a row may hold several documents. A token's column is its
-index in the row. Its position is given by `position_ids`, or it is counted from the first token of
-the row that is not padding. A position of 0 begins a document. Tokens see neither padding nor other
-documents.
+The texts of a batch may be padded, and a row may contain several documents. The column of a token
+is its index in the row. The position of a token is its value in `position_ids`. Without
+`position_ids`, positions are counted from the first token of the row that is not padding. A token
+with position 0 begins a document. Tokens attend neither to padding nor to other documents.
 
 Legend: B rows, T new tokens, S all tokens (cached ones and new ones).
 """
@@ -28,21 +28,23 @@ _WRONG = {
 
 @dataclass
 class Columns:
-    """Where new tokens are in texts that may be padded or packed.
+    """The columns and positions of new tokens in texts that may be padded or packed.
 
-    A column is an index into all tokens of a text, including padding. A position is counted within
-    a document.
+    A column is an index into all tokens of a row, including padding. A position does not count
+    padding.
 
     Attributes:
-        offset: The column of the first new token. None if only the device has this number.
+        offset: The column of the first new token. None in a compiled graph with a static cache,
+            where the number is known only on the device.
         columns_T: The column of each new token.
         positions_BT: The position of each new token.
-        first_BT: The first column that each new token may see. None if all tokens may see column 0.
-        ended_BT: Whether each new token ends a document. None if attention may cross documents.
-        vectors: Bias vectors that layers share.
+        first_BT: The first column to which each new token may attend. None if all tokens may attend
+            to column 0.
+        ended_BT: Whether each new token is an end-of-document token. None if the model does not use
+            this token to separate documents.
+        vectors: The bias vectors computed so far. Several layers may use the same vector.
     """
 
-    # None in a compiled graph with a static cache.
     offset: int | None
     columns_T: Tensor
     positions_BT: Tensor
@@ -52,7 +54,7 @@ class Columns:
     vectors: dict = field(default_factory=dict)
 
     def to(self, device: Any, **_: Any) -> Columns:
-        """Return a copy on `device`. The library accelerate calls this method."""
+        """Return a copy whose tensors are on `device`. The library accelerate calls this method."""
         tensors = {name: x.to(device) for name, x in vars(self).items() if isinstance(x, Tensor)}
         return replace(self, **tensors)
 
@@ -60,13 +62,13 @@ class Columns:
 def columns_of(
     x_BTD: Tensor, mask_BS: Tensor | None, position_ids: Tensor | None, cache: Cache | None
 ) -> Columns:
-    """Return where the new tokens are, and their positions.
+    """Return the columns and positions of the new tokens.
 
     Args:
-        x_BTD: The vectors of the new tokens.
+        x_BTD: The vectors of the new tokens, [batch, new tokens, features].
         mask_BS: The attention mask: 0 where a token is padding, otherwise 1.
         position_ids: The position of each new token, [batch or 1, new tokens].
-        cache: The cache with the tokens before the new ones.
+        cache: The cache of the tokens before the new tokens, or None.
 
     Raises:
         ValueError: The model does not support the mask or the positions.
@@ -99,7 +101,7 @@ def columns_of(
 
 
 def _seen(mask_BS: Tensor, shape: Any, offset: int | None, cache: Cache | None) -> Tensor:
-    """Return whether each token is not padding, bool [batch, tokens].
+    """Return which tokens are seen, that is, are not padding, as bool [batch, tokens].
 
     Raises:
         ValueError: The mask has a wrong shape.
@@ -138,12 +140,14 @@ def packed_positions(
 ) -> Tensor | None:
     """Return the position of each token in its document, or None if no argument is given.
 
-    Each argument describes the same packed documents in another way.
+    The arguments are different ways to describe packed documents.
 
     Args:
         position_ids: The position of each token.
-        seq_idx: The number of each token's document.
-        cu_seq_lens: The index at which each document begins, then the number of all tokens.
+        seq_idx: A number for each token. Adjacent tokens with the same number belong to the same
+            document.
+        cu_seq_lens: The index of the first token of each document, and at the end the number of all
+            tokens.
 
     Raises:
         ValueError: The arguments describe different documents.
@@ -168,9 +172,9 @@ def separate_documents(
     """Limit the attention of each new token to its own document, by changing `at`.
 
     Args:
-        at: Where the new tokens are, and their positions.
-        ended_BT: Whether each new token ends a document.
-        cache: The cache of earlier tokens.
+        at: The columns and positions of the new tokens. This object is changed.
+        ended_BT: Whether each new token is an end-of-document token.
+        cache: The cache of the tokens before the new tokens, or None.
         restart: Whether positions restart at 0 with each document.
     """
     at.ended_BT = ended_BS = ended_BT

@@ -1,11 +1,12 @@
-"""Translate config.json of the classes in `classes` to our config keys, and back.
+"""Translate a config.json of transformers to our config keys, and back.
 
-A `sliding_window` W of transformers is a `sliding_window_width` W - 1 of ours: the first counts the
-tokens in the window, and the second is the largest distance. transformers has no `ntk` scaling. The
-same frequencies result from another base, so an export contains that base.
+The module `classes` lists the supported model classes. The entry `sliding_window` of transformers
+is the number of tokens in the window. Our key `sliding_window_width` is the largest distance, which
+is smaller by 1. transformers has no `ntk` scaling of rotary embeddings. Another rotary base gives
+the same frequencies, so an export contains this other base.
 
-A class fits a run's model if the config.json of its export, imported again, describes the same
-model.
+To test whether a class fits a model, the model's config.json for this class is translated back to
+our config keys. The class fits if these keys describe the same model.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from megatron.engine.model_shape import shape_of
 from megatron.hub.classes import CLASSES, TANH, HubClass, class_of
 
 OWN_KEYS, OWN_CLASS = "kerple_neox", "KerpleForCausalLM"
-"""The entry of config.json that holds our config keys; the name of the class that we export."""
+"""The name of the entry of config.json that contains our config keys, and the name of our class."""
 _FILELESS = ("ByteLevelTokenizer", "CharLevelTokenizer")
 _MODEL_KEYS = [key for key in ModelConfig.model_fields if key != "attention_backend"]
 _SIZES = ("num_layers", "hidden_size", "num_attention_heads", "seq_length", "intermediate_size")
@@ -35,7 +36,7 @@ def keys_of(found: Mapping[str, Any]) -> dict[str, Any]:
     """Translate the content of a config.json to our config keys.
 
     Raises:
-        HubError: An entry is missing, has a wrong type, or has no equivalent here.
+        HubError: An entry is missing, has a wrong type, or has no equivalent in this project.
     """
     kind = class_of(found)
     given = {**kind.defaults, **found}
@@ -91,7 +92,7 @@ def _entry(given: Mapping[str, Any], name: str, kind: type) -> Any:
 
 
 def _rotary(given: Mapping[str, Any], kind: HubClass) -> tuple[dict[str, Any], Any, Any]:
-    """Translate the entries of a config.json for rotary embeddings to our config keys."""
+    """Return our `rope_scaling`, `rotary_emb_base` and `rotary_pct` for the entries `given`."""
     if "rotary_dim" in kind.defaults:
         size, turning = given["n_embd"] // given["n_head"], _entry(given, "rotary_dim", int)
         return {}, 10000.0, turning / size  # GPT-J has no entry for the base
@@ -122,7 +123,7 @@ def _rotary(given: Mapping[str, Any], kind: HubClass) -> tuple[dict[str, Any], A
 
 
 def _yarn(scaling: dict[str, Any]) -> None:
-    """Replace YaRN's entries that this project does not have.
+    """Replace YaRN's `mscale` and `mscale_all_dim` by `attention_factor`, and remove `truncate`.
 
     Raises:
         HubError: An entry has a value that is not supported.
@@ -140,15 +141,15 @@ def _yarn(scaling: dict[str, Any]) -> None:
 
 
 def misfits(config: Config) -> list[str]:
-    """Return the properties of a model that no class of transformers supports.
+    """Return the properties of a model that the most suitable class of transformers lacks.
 
-    If a class supports all of them, the result is [].
+    If a class supports all properties of the model, the result is [].
     """
     return min((_differences(config, kind) for kind in CLASSES), key=len)
 
 
 def _differences(config: Config, kind: HubClass) -> list[str]:
-    """Return the names of the properties of a model that a class of transformers cannot have."""
+    """Return the names of the properties of a model that the class `kind` does not support."""
     m = config.model
     if m.activation not in kind.activations.values():
         return [*_computed(config)]
@@ -167,7 +168,7 @@ def _differences(config: Config, kind: HubClass) -> list[str]:
 
 
 def _computed(config: Config) -> dict[str, Any]:
-    """Return the settings that determine the outputs of a model, and its dropout."""
+    """Return the settings that determine the outputs of a model, and the dropout settings."""
     m, shape = config.model, shape_of(config, 1)
     block, [scaling, base] = vars(shape.block).copy(), _rotary_of(m)
     del block["numerics"]
@@ -189,7 +190,7 @@ def _computed(config: Config) -> dict[str, Any]:
 
 
 def _rotary_of(m: ModelConfig) -> tuple[dict[str, Any], float]:
-    """Return `rope_scaling` and the rotary base, as in transformers."""
+    """Return the `rope_scaling` and the rotary base that config.json must contain for a model."""
     scaling, base = dict(m.rope_scaling), m.rotary_emb_base
     if scaling.get("rope_type") == "ntk":
         turning = int(m.head_dim * m.rotary_pct)
@@ -200,14 +201,14 @@ def _rotary_of(m: ModelConfig) -> tuple[dict[str, Any], float]:
 
 
 def hub_config(config: Config) -> tuple[HubClass, dict[str, Any]]:
-    """Return the class of transformers for a model, and the content of its config.json."""
+    """Return the class of transformers that fits a model, and the content of the config.json."""
     # Only if `misfits` returns [].
     kind = next(kind for kind in CLASSES if not _differences(config, kind))
     return kind, _described(config, kind)
 
 
 def _described(config: Config, kind: HubClass) -> dict[str, Any]:
-    """Return the content of a config.json of a class, without special tokens."""
+    """Return the content of a model's config.json for the class `kind`, without special tokens."""
     m, [scaling, base] = config.model, _rotary_of(config.model)
     act = next(act for act, ours in kind.activations.items() if ours == m.activation)
     if act == "gelu" and m.bias_gelu_fusion and TANH[0] in kind.activations:
@@ -245,7 +246,10 @@ def _described(config: Config, kind: HubClass) -> dict[str, Any]:
 
 
 def own_keys(config: Config) -> dict[str, Any]:
-    """Return the config keys that describe the model, with their values."""
+    """Return our config keys that describe the model, with their values.
+
+    The key `tokenizer_type` is included if the tokenizer needs no file.
+    """
     flat = config.to_flat_dict()
     keys = {key: flat[key] for key in _MODEL_KEYS if key in flat}
     if config.data.tokenizer_type in _FILELESS:
@@ -257,7 +261,8 @@ def keys_of_export(found: Mapping[str, Any]) -> dict[str, Any]:
     """Return our config keys from the content of an export's config.json.
 
     Raises:
-        HubError: An earlier version of this project wrote the file, without such keys.
+        HubError: The file does not contain our config keys, because an earlier version of this
+            project wrote it.
     """
     given = found.get(OWN_KEYS)
     if not isinstance(given, dict):

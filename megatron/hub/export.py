@@ -32,11 +32,11 @@ from megatron.parallel.rng import named_generator
 from megatron.version import __version__
 
 CODE = "modeling_kerple"
-"""The name of the Python file of an export, without its ending."""
+"""The name of the Python file of an export, without the suffix .py."""
 RUN = "kerple_run"
 """The entry of config.json that names the run (`lineage` in `run.json`) and its step."""
 TOLERANCE = {torch.float32: 1e-4, torch.float64: 1e-9}
-"""The largest accepted difference of logits, by the dtype in which logits are compared."""
+"""Maps the dtype in which logits are compared to the largest accepted difference."""
 AUTO_CLASSES = {
     "AutoConfig": "KerpleConfig",
     "AutoModel": "KerpleModel",
@@ -44,16 +44,22 @@ AUTO_CLASSES = {
     "AutoModelForSequenceClassification": "KerpleForSequenceClassification",
 }
 _NAMES = {"theta": "model.position_bias.theta", "output.weight": "output.weight"}
-"""The names of weights in our class, if not `model.` and the name in a checkpoint."""
+"""Maps the name of a weight in a checkpoint to its name in our class.
+
+For every other weight, the name in our class is `model.` and the name in a checkpoint.
+"""
 _SHARD = "5GB"
 _SAME = ("hidden_size", "norm_eps", "qk_norm", "activation", "tanh_gelu", "attention_bias")
 _SAME += ("output_gate", "mlp_bias", "gpt_j_residual", "rotary_ndims", "rotary_base", "head_size")
 _SAME += ("qk_norm_kind", "output_norms", "qkv_bias", "gpt_j_tied")
 """The values of a `BlockShape` that `KerpleConfig` has under the same names."""
 UNLIMITED = 1 << 20
-"""The `max_position_embeddings` of a model for any length. Clients never read more tokens."""
+"""The `max_position_embeddings` of a model without a limit on the length of a text.
+
+Programs that load the model never pass more tokens.
+"""
 _LONGEST = 1024
-"""The largest number of tokens of a text that both models read for the comparison."""
+"""The largest number of tokens in a text for which the logits of both models are compared."""
 
 
 @dataclass(frozen=True)
@@ -62,7 +68,7 @@ class HubModel:
 
     Attributes:
         config: The content of config.json.
-        weights: The weights by their name in transformers.
+        weights: Maps the name of each weight in transformers to the weight.
         code: The content of the Python file that defines the model's class. It is "" if
             transformers has the class.
     """
@@ -75,18 +81,20 @@ class HubModel:
 def export(run: OpenRun, folder: Path, licence: str = "unknown") -> list[str]:
     """Write a run's model, tokenizer and model card to the empty folder `folder`.
 
-    The written files are then loaded, to check that they give the same logits and token ids.
+    The written files are then loaded to check that the export gives the same logits and token ids
+    as the run.
 
     Args:
-        run: The run.
-        folder: The folder.
+        run: The run to export.
+        folder: The empty folder to which the files are written.
         licence: The name of the licence, as on the Hugging Face hub.
 
     Returns:
         Lines to print for the user.
 
     Raises:
-        HubError: The model or the tokenizer cannot be exported, or logits or token ids differ.
+        HubError: The model or the tokenizer cannot be exported.
+        HubError: The logits or token ids of the export differ from those of the run.
     """
     logging.set_verbosity_error()
     logging.disable_progress_bar()
@@ -139,7 +147,7 @@ def _own_class(run: OpenRun) -> HubModel:
 
 
 def _longest(run: OpenRun) -> int | None:
-    """Return the maximum length of a text, or None if the positional embedding sets no limit."""
+    """Return the maximum number of tokens in a text, or None if any number is allowed."""
     embedding, pos = run.model.embedding, run.model.pos
     if (table := embedding.position_embeddings) is not None:
         return table.num_embeddings - embedding.offset
@@ -147,7 +155,7 @@ def _longest(run: OpenRun) -> int | None:
 
 
 def _theta(model: GPT) -> Tensor:
-    """Return all parameters of the positional embedding [heads, parameters], at least in fp32."""
+    """Return all parameters of the positional embedding [heads, parameters], in at least fp32."""
     no_tokens_BT = torch.zeros(1, 0, dtype=torch.int64)
     with torch.no_grad():
         _, theta_HN = model.embedding(no_tokens_BT)
@@ -155,7 +163,7 @@ def _theta(model: GPT) -> Tensor:
 
 
 def _common(run: OpenRun) -> dict[str, Any]:
-    """Return the entries of config.json that every class has."""
+    """Return the entries that config.json contains for every model class."""
     saved: Any = run.saved  # None for a model that was never saved
     lineage, step = (saved.lineage, saved.step) if saved else (None, None)
     return {
@@ -170,7 +178,7 @@ def _common(run: OpenRun) -> dict[str, Any]:
 
 
 def _values(config: Config, model: GPT) -> dict[str, Any]:
-    """Return the values of `KerpleConfig` that describe the model."""
+    """Return the arguments of `KerpleConfig` that describe the model."""
     m, shape, block, documents = config.model, model.shape, model.shape.block, model.documents
     inside = block.norm == "rmsnorm" and block.fused_norm
     options = {name: positional_options(m, name) for name in values_of(m.pos_emb)}
@@ -196,7 +204,7 @@ def _values(config: Config, model: GPT) -> dict[str, Any]:
 
 
 def _write(hub: HubModel, run: OpenRun, folder: Path) -> None:
-    """Write all files except those of the tokenizer."""
+    """Write the configuration, the weights and the code of an export to `folder`."""
     end, unused = run.tokenizer.eod, range(run.tokenizer.vocab_size, run.model.shape.vocab_size)
     generation = {"eos_token_id": end, "pad_token_id": end, "suppress_tokens": [*unused] or None}
     for name, content in (("config", hub.config), ("generation_config", generation)):
@@ -214,7 +222,7 @@ def _write(hub: HubModel, run: OpenRun, folder: Path) -> None:
 
 @torch.no_grad()
 def _compare(folder: Path, run: OpenRun, *, remote_code: bool) -> float:
-    """Return the largest difference between the logits of a run and of its export.
+    """Return the largest difference between the logits of a run and the logits of its export.
 
     Raises:
         HubError: The difference is too large.

@@ -1,10 +1,11 @@
-"""Import a folder of transformers into a new run folder, which our commands take.
+"""Import a model folder of transformers as a new run folder, which our commands can load.
 
-RUN/config.yml            the keys of the model, and those that every run needs
-RUN/tokenizer.json        copied from the folder, like tokenizer_config.json, or written from the
-                          folder's tokenizer.model (SentencePiece)
-RUN/global_step0/         a checkpoint without an optimizer
-RUN/latest
+RUN/config.yml              the config keys of the model, and the keys that every run needs
+RUN/tokenizer.json          copied from the folder, or converted from the SentencePiece model
+RUN/tokenizer.model         the SentencePiece model, copied from the folder if it exists
+RUN/tokenizer_config.json   copied from the folder if it exists
+RUN/global_step0/           a checkpoint without the state of an optimizer
+RUN/latest                  the name of the checkpoint's folder
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ _RUN = {
     "train_micro_batch_size_per_gpu": 1,
     "optimizer": {"type": "Adam", "params": {"lr": 1e-5}},
 }
-"""The keys that every configuration needs. A file for training replaces them."""
+"""The keys that every configuration needs. A config file for training replaces their values."""
 
 
 def import_folder(source: Path, target: Path) -> list[str]:
@@ -49,7 +50,7 @@ def import_folder(source: Path, target: Path) -> list[str]:
         Lines to print for the user.
 
     Raises:
-        HubError: `source` holds no model that can be imported.
+        HubError: `source` contains no model that can be imported.
         TokenizerError: The tokenizer.json cannot be read, or has no end-of-document token.
         CheckpointError: Another process is writing `target`.
         FileExistsError: `target` exists and is not empty.
@@ -96,7 +97,7 @@ def _precision(described: dict[str, Any]) -> dict[str, str]:
 
 
 def _tokenizer_keys(described: dict[str, Any], folder: Path, target: Path) -> dict[str, str]:
-    """Return the config keys of the tokenizer, or {} if the folder has no tokenizer."""
+    """Return the config keys of the tokenizer, or {} if `folder` contains no tokenizer."""
     if name := fileless_tokenizer(described):
         return {"tokenizer_type": name}
     made, named, model = (folder / name for name in _TOKENIZER)
@@ -111,7 +112,7 @@ def _tokenizer_keys(described: dict[str, Any], folder: Path, target: Path) -> di
 
 
 def _write_config(source: Path, folder: Path, target: Path, keys: dict[str, Any]) -> Config:
-    """Write config.yml, and return the configuration that it describes.
+    """Write the config.yml of the new run folder, and return its configuration.
 
     Raises:
         HubError: An entry of config.json has a value that our config does not allow.

@@ -3,8 +3,9 @@
     import megatron.hub.kerple_attention
     AutoModelForCausalLM.from_pretrained(DIR, trust_remote_code=True, attn_implementation="kerple")
 
-An exported model then uses the backend that `auto` chooses, on a GPU the fused kernels. Other
-models are refused, because they give no `PaddedCall`.
+An exported model then computes attention with the backend that `attention_backend: auto` chooses,
+for example with the fused kernels on a GPU. Models that this project did not export are refused,
+because they do not pass a `PaddedCall`.
 
 Legend: B texts, T new tokens, S all tokens, H heads, E head size.
 """
@@ -36,15 +37,18 @@ def kerple_attention(
     call: Any = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
-    """Return the attention output [batch, queries, heads, head size], and None for probabilities.
+    """Return the attention output [batch, queries, heads, head size], and None.
+
+    transformers expects the attention probabilities in place of None.
 
     Args:
-        attention_mask: Unused, because `call` has the padding and the documents.
-        scaling: The factor of the query-key products.
-        call: The `PaddedCall` that an exported model gives.
+        attention_mask: Unused, because `call` describes the padding and the documents.
+        scaling: The number that multiplies the query-key products.
+        call: The arguments of attention, as a `PaddedCall`. Only exported models pass it.
 
     Raises:
-        ValueError: The model is no export, or the backend cannot separate its documents.
+        ValueError: The model is not an export of this project.
+        ValueError: The positional embedding does not support several documents in a row.
     """
     if call is None:
         raise ValueError(
@@ -76,7 +80,7 @@ def kerple_attention(
 
 
 def _embedding(module: Any) -> PositionalEmbedding:
-    """Return this project's version of an exported layer's positional embedding."""
+    """Return the positional embedding of an exported layer, built from this project's classes."""
     # The layer has a copy of the class from the exported Python file.
     config, index = module.config, module.index
     key = str((config.pos_emb, config.pos_emb_options, config.distance_scale)), index

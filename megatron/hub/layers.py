@@ -1,10 +1,11 @@
 """Define the configuration and the layers of an exported model (see `modeling_kerple`).
 
-The weights have the same names as in `megatron.model.GPT`. Norms, activations, heads and attention
-have the same formulas. Dropout is left out.
+The weights have the same names as in `megatron.model.GPT`. The formulas of norms, activations,
+heads and attention are also the same. Dropout is left out.
 
 Legend: B texts, T new tokens, S all tokens (cached ones and new ones), D hidden size, H heads, K
-key heads, E head size, G query heads per key head, N columns of theta, V padded vocabulary.
+key heads, E head size, G query heads per key head, V padded vocabulary, N parameters per head of
+the positional embedding (theta).
 """
 
 from __future__ import annotations
@@ -30,29 +31,33 @@ from megatron.positional.theta_bounds import within_bounds
 
 
 class KerpleConfig(PretrainedConfig):
-    """The content of config.json.
+    """The configuration of an exported model, which its config.json stores.
 
     Args:
-        norm: `layernorm`, `rmsnorm`, `fused_rmsnorm` or `scalenorm`. The epsilon of `rmsnorm` is
-            outside the root.
+        norm: `layernorm`, `rmsnorm`, `fused_rmsnorm` or `scalenorm`. `rmsnorm` adds its epsilon
+            outside the square root, and `fused_rmsnorm` inside.
         intermediate_size: The inner width of the MLP.
-        head_size: The size of a head. None means hidden_size / num_attention_heads.
-        qk_norm_kind: The kind of the norm of queries and keys: `by_head`, `shared` or `joined`.
+        head_size: The number of features of a head. None means hidden_size / num_attention_heads.
+        qk_norm_kind: How queries and keys are normalised. With `by_head`, each head has its own
+            weights. With `shared`, all heads share the weights. With `joined`, all heads are
+            normalised as one vector.
         output_norms: Whether norms are applied to the outputs of attention and MLP, not to their
             inputs.
         gpt_j_tied: Whether attention and MLP share one norm.
         qkv_bias: Whether queries, keys and values have a bias even without `attention_bias`.
         output_bias: Whether the output layer has a bias.
-        output_gate: Whether attention's output is multiplied by a sigmoid gate of its input.
-        pos_emb: The positional embedding of each layer, or one name for all layers.
-        pos_emb_options: The options of positional embeddings, by name.
+        output_gate: Whether the output of attention is multiplied by a sigmoid gate, which is
+            computed from the input of attention.
+        pos_emb: The name of each layer's positional embedding, or one name for all layers.
+        pos_emb_options: Maps the name of a positional embedding to its options.
         theta_per_layer: Whether each layer has its own parameters of the positional embedding.
         distance_scale: A number that multiplies all query-key distances.
-        windows: The largest distance at which a query sees a key, for each layer. None means any.
-        document_end: The id of the token that ends a document, if tokens attend only to their own
-            document.
+        windows: For each layer, the largest distance at which a query sees a key. None means that
+            there is no limit.
+        document_end: The id of the end-of-document token, if tokens attend only to their own
+            document. Otherwise None.
         restart_positions: Whether positions restart at 0 with each document.
-        position_offset: The index of the learned position vector of position 0.
+        position_offset: The index of the learned vector for position 0.
     """
 
     model_type = "kerple"
@@ -115,7 +120,7 @@ class Theta(nn.Module):
     @torch.no_grad()
     # Runs after each step of a `torch.optim.Optimizer`, or in the next forward pass.
     def project(self) -> None:
-        """Clamp the parameters to their bounds in training."""
+        """Project the parameters onto their bounds. In evaluation mode, do nothing."""
         if self.training and self.theta.dim() == 2 and not self.theta.is_meta:
             self.theta.copy_(within_bounds(self._columns(), self.pos.parameters))
 
@@ -127,7 +132,7 @@ class Theta(nn.Module):
         return torch.stack(columns, dim=1)
 
     def forward(self, dtype: torch.dtype) -> Tensor:
-        """Return theta in `dtype`, or in its own dtype if that is wider."""
+        """Return the parameters in `dtype`, or in their own dtype if it is wider."""
         if torch.is_grad_enabled():
             self.project()
         theta_HN = self._columns()  # a copy, which the next projection leaves as it is
@@ -172,7 +177,7 @@ class Embedding(nn.Module):
 
 
 class Attention(nn.Module):
-    """Causal self-attention of layer `index`. Input and output are [batch, tokens, features]."""
+    """The causal self-attention of a block. Input and output are [batch, tokens, features]."""
 
     def __init__(self, config: KerpleConfig, index: int, pos: PositionalEmbedding, columns: slice):
         super().__init__()
@@ -201,7 +206,7 @@ class Attention(nn.Module):
     def forward(
         self, x_BTD: Tensor, theta_HN: Tensor, at: Columns, cache: Cache | None, attentions: bool
     ) -> tuple[Tensor, Tensor | None]:
-        """Return the output, and the attention probabilities if `attentions`."""
+        """Return the output, and the attention probabilities if `attentions` is true, else None."""
         qkv_BTW = self.query_key_value(x_BTD)
         if self.query_norm is not None and self.key_norm is not None:
             norms = (self.query_norm, self.key_norm)

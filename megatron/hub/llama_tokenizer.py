@@ -1,8 +1,9 @@
-"""Write a SentencePiece model, such as Llama's tokenizer.model, as a tokenizer.json.
+"""Convert a SentencePiece model, such as Llama's tokenizer.model, to a tokenizer.json.
 
-A BPE model of SentencePiece has scores instead of a list of merges. Of all neighbours in a text
-that together are a piece, it first joins those whose piece has the highest score. So each division
-of a piece into two pieces is a merge, and merges have the order of their pieces.
+A BPE model of SentencePiece gives each piece (token) a score. It has no list of merges. At each
+step, the model joins the two adjacent pieces whose concatenation is the piece with the highest
+score. Therefore the list of merges must contain every way to divide a piece into two pieces. The
+merges are sorted by the score of the piece that they form, the highest score first.
 """
 
 from __future__ import annotations
@@ -22,14 +23,15 @@ _SPACE = "\u2581"
 def write_tokenizer_json(model: Path, *, begins: bool) -> bool:
     """Convert a SentencePiece file to a tokenizer.json in the same folder.
 
-    Nothing is written if the new tokenizer encodes some difficult text differently.
+    The two tokenizers are compared on texts that are difficult to tokenise. If the token ids of a
+    text differ, nothing is written.
 
     Args:
         model: The SentencePiece file.
-        begins: Whether a text begins with the token `<s>`.
+        begins: Whether the new tokenizer puts the token `<s>` before each text.
 
     Returns:
-        Whether the file was written.
+        Whether the tokenizer.json was written.
 
     Raises:
         TokenizerError: The file is damaged or has no token that ends a document.

@@ -1,4 +1,4 @@
-"""Write README.md of an export: a model card, as the Hugging Face hub shows it."""
+"""Write the README.md of an export, which the Hugging Face hub shows as the model card."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _TEMPLATE = Path(__file__).with_name("model_card.md.j2")
 
 
 def model_card(run: OpenRun, *, own_class: bool, longest: int | None, licence: str) -> str:
-    """Return the text of README.md.
+    """Return the text of the model card, the file README.md.
 
     Args:
         run: The run whose model is exported.
@@ -43,13 +43,13 @@ def model_card(run: OpenRun, *, own_class: bool, longest: int | None, licence: s
 
 
 def _formula(term: Any) -> str:
-    """Return the module docstring of a positional embedding."""
+    """Return the formula of a positional embedding, which its module's docstring contains."""
     text = inspect.getdoc(inspect.getmodule(type(term))) or term.name
     return text.removeprefix("Define ").strip()
 
 
 def _recipe(run: OpenRun) -> dict[str, Any]:
-    """Return a dict of the run's settings, such as data and steps; empty for an imported model."""
+    """Return a dict of the run's settings, such as data and steps. It is {} for imported models."""
     # `run.config` has the batch and the optimizer of inference, and so have imported checkpoints.
     saved: Any = run.saved  # None for a model that was never saved
     if not saved or saved.kind != "ours":
@@ -62,7 +62,10 @@ def _recipe(run: OpenRun) -> dict[str, Any]:
 
 
 def _results(run: RunFolder) -> tuple[list[list[str]], list[str]]:
-    """Return (rows of `extrapolation.csv`, verdict of the suite). Each may be empty."""
+    """Return (rows of `extrapolation.csv`, verdict of the evaluation suite).
+
+    If the file or the verdict is missing, the list is empty.
+    """
     rows, verdict, report = [], [], run.suite / "report.json"
     if run.extrapolation.is_file():
         lines = read_small(run.extrapolation, _MOST_BYTES).decode().splitlines()

@@ -1,8 +1,8 @@
 """Define the model as classes of `transformers`: a language model, and a classifier of texts.
 
-An export consists of the weights and one Python file, which `bundle` writes. The exported file
-first contains the modules that this module imports, then the positional embeddings of the model,
-and at the end this module. Therefore these modules import only torch, transformers and each other.
+An export consists of the weights and one Python file, which `bundle` writes. The Python file joins
+the modules of the positional embeddings, the modules that this module imports, and this module.
+Therefore these modules import only torch, transformers and each other.
 
 Legend: see `backbone`. V padded vocabulary.
 """
@@ -45,7 +45,10 @@ class KerpleForCausalLM(KerplePreTrainedModel, GenerationMixin):
     def create_masks_for_generate(
         attention_mask: Tensor | None, past_key_values: Cache, **others: Any
     ) -> Tensor | None:
-        """Pad the mask to the length of a static cache, so that all steps use the same graph."""
+        """Return the attention mask, padded to the length of a static cache.
+
+        All steps of a generation then have the same shapes and use the same compiled graph.
+        """
         if attention_mask is None:
             return None
         length: Any = getattr(past_key_values.layers[0], "max_cache_len")  # noqa: B009
@@ -74,12 +77,12 @@ class KerpleForCausalLM(KerplePreTrainedModel, GenerationMixin):
     ) -> CausalLMOutputWithPast:
         """Return the logits of the new tokens, and the loss if `labels` are given.
 
-        `KerpleModel.forward` describes the other arguments, and gets all of `others`.
+        The other arguments are described at `KerpleModel.forward`, to which they are passed.
 
         Args:
             labels: The ids of the new tokens, or -100 for tokens without a loss, [batch, tokens].
-            logits_to_keep: The number of last tokens whose logits are returned, or the indices of
-                the tokens. 0 means all tokens.
+            logits_to_keep: The number of tokens at the end of each text whose logits are returned,
+                or the indices of these tokens. 0 means all tokens.
             num_items_in_batch: The number by which the sum of losses is divided. None means the
                 number of tokens with a loss.
         """
@@ -104,7 +107,7 @@ class KerpleForCausalLM(KerplePreTrainedModel, GenerationMixin):
 
 
 class KerpleForSequenceClassification(GenericForSequenceClassification, KerplePreTrainedModel):
-    """The model with a linear layer on the last token that is not the padding token."""
+    """The classifier: the transformer with a linear layer on the last token that is not padding."""
 
     def __init__(self, config: KerpleConfig):
         KerplePreTrainedModel.__init__(self, config)  # the other class asks AutoModel

@@ -1,15 +1,16 @@
 """Compute attention of an exported model by the implementation that its user chose.
 
-    eager            the formula; it alone also gives the attention probabilities
+    eager            the attention formula; required for returning attention probabilities
     sdpa             torch's scaled_dot_product_attention for blocks of queries, with the distance
                      kernel as the mask; for gradients the backend `blocked` of this project
     flex_attention   torch's FlexAttention, with the distance kernel in the score_mod
-    kerple           this project's attention, where it is installed (see `kerple_attention`)
+    kerple           this project's attention, if it is installed (see `kerple_attention`)
 
-Other functions of transformers would leave out the positional embedding, so they are refused.
-Scores are at least fp32, also under autocast. Except with `eager`, memory is linear in the number
-of tokens. In two cases `eager` computes for the others: in a graph with a static cache, and in a
-graph of `torch.export` with several new tokens.
+Other attention functions of transformers would leave out the positional embedding, so they are
+refused. Scores are computed in fp32 or a wider dtype, also under autocast. Except with `eager`,
+memory is linear in the number of tokens. In a compiled graph with a static cache, `eager` replaces
+the chosen implementation. In a graph of `torch.export` with several new tokens, `eager` replaces
+`sdpa`.
 
 Legend: B texts, T new tokens, S all tokens (cached ones and new ones), H heads, K key heads, E head
 size, R queries of a block, n keys of a block.
@@ -39,9 +40,9 @@ class PaddedCall(Call):
 
     Attributes:
         columns_T: For each query, the index of its own key.
-        first_BT: For each query, the index of the first key that it may see. None if it is always
-            0.
-        vectors: Bias vectors that layers share.
+        first_BT: For each query, the index of the first key to which it may attend. None if all
+            queries may attend to key 0.
+        vectors: The bias vectors computed so far. Several layers may use the same vector.
     """
 
     columns_T: Tensor = field(kw_only=True)
@@ -78,7 +79,8 @@ def attend_as(name: str, module: nn.Module, call: PaddedCall, offset: int | None
         name: The name of the implementation, as in transformers.
         module: The attention layer.
         call: The arguments of attention.
-        offset: The index of the first query's own key. None if only the device has this number.
+        offset: The index of the first query's own key. None in a compiled graph with a static
+            cache, where the number is known only on the device.
 
     Raises:
         ValueError: The implementation would leave out the positional embedding.
@@ -123,7 +125,7 @@ def _sdpa(module: nn.Module, call: PaddedCall) -> Tensor:
 
 
 def _in_blocks(module: Any, call: PaddedCall, simple: Call, plain: bool) -> Tensor:
-    """Compute attention block by block."""
+    """Compute attention for one block of queries after the other."""
     # By torch if possible, that is, without decay, sink and gradients (`plain`). `simple` is the
     # result of `lowered(call, grouped=True)`.
     vector = _vector(module, simple, call.vectors) if plain else None

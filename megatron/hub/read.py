@@ -1,4 +1,4 @@
-"""Read a folder of transformers: config.json and safetensors, never pickles or code.
+"""Read config.json and the safetensors files of a model folder. Pickles and code are never read.
 
 The weights are in `model.safetensors`, or in the files that `model.safetensors.index.json` names.
 """
@@ -73,16 +73,16 @@ def read_json(folder: Path, name: str) -> dict[str, Any]:
 
 
 def read_weights(folder: Path, layout: Mapping[str, Parts]) -> dict[str, Tensor]:
-    """Read our weights from the safetensors of a folder.
+    """Read the safetensors files of a folder, and return the weights of our model by name.
 
     Args:
         folder: The folder.
-        layout: The tensors in the files, for the name of each of our weights.
+        layout: Maps the name of each of our weights to the corresponding tensors in the files.
 
     Raises:
         HubError: A file is missing or damaged.
         HubError: Tensors are missing, unknown or not finite, or have a wrong shape or dtype. The
-            error lists them all.
+            error lists these tensors.
     """
     wanted = {name: shape for parts in layout.values() for name, shape in parts.shapes()}
     found = _open(folder)
@@ -124,7 +124,10 @@ def _refuse(text: str, problems: list[str]) -> None:
 
 
 def _open(folder: Path) -> dict[str, Any]:
-    """Return a dict from tensor name to safetensors slice. `slice[...]` reads the tensor."""
+    """Open the safetensors files, and return a dict from tensor name to slice.
+
+    Indexing a slice with `[...]` reads the tensor.
+    """
     try:
         from safetensors import SafetensorError, safe_open
     except ImportError:
@@ -145,7 +148,7 @@ def _open(folder: Path) -> dict[str, Any]:
 
 
 def _files(folder: Path) -> dict[Path, set[str]]:
-    """Return the files with weights, each with the names of its tensors."""
+    """Return a dict from the path of each file with weights to the names of its tensors."""
     # An empty set of names means all tensors of the file.
     whole = file_in(folder, "model.safetensors")
     index = folder / "model.safetensors.index.json"

@@ -20,7 +20,7 @@ def write_tokenizer(tokenizer: Tokenizer, folder: Path) -> None:
     """Write a tokenizer as files for the library transformers.
 
     Raises:
-        HubError: The tokenizer cannot be exported, or the written files give other ids.
+        HubError: The tokenizer cannot be exported, or the written files give different token ids.
     """
     # Texts of a batch are padded at the start, by end-of-document tokens.
     if isinstance(tokenizer, HFTokenizer):
@@ -52,7 +52,7 @@ def write_tokenizer(tokenizer: Tokenizer, folder: Path) -> None:
 
 
 def _of_bytes(tokenizer: ByteLevelTokenizer) -> tuple[tokenizers.Tokenizer, str]:
-    """Return a tokenizer whose tokens are single bytes, and its end-of-document token."""
+    """Return a tokenizer whose tokens are single bytes, and its end-of-document token as text."""
     ids = byte_of_symbol()
     end = {byte: symbol for symbol, byte in ids.items()}.get(tokenizer.eod, END_OF_DOCUMENT)
     backend = tokenizers.Tokenizer(models.BPE(vocab=ids | {end: tokenizer.eod}, merges=[]))

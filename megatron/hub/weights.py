@@ -7,8 +7,9 @@ tensors in several parts. (Legend: K key heads, D hidden size.)
     dense_h_to_4h      [1, (value | gate), D]       up_proj, gate_proj
 
 GPT-2 stores the matrices of its layers transposed, and q, k and v as one matrix [D, (q | k | v)].
-In each head, GPT-J rotates the pairs of dimensions (0, 1), (2, 3), ..., where ours are (0, R / 2),
-(1, R / 2 + 1), ..., with R rotating dimensions. So the rows of queries and keys change their order.
+A rotary embedding rotates pairs of the first R dimensions of each head. GPT-J rotates the pairs
+(0, 1), (2, 3), .... Our models rotate the pairs (0, R / 2), (1, R / 2 + 1), .... Therefore the
+conversion reorders the rows of queries and keys.
 """
 
 from __future__ import annotations
@@ -31,7 +32,8 @@ from megatron.positional import PositionalEmbedding
 class Parts:
     """The tensors in transformers that correspond to one tensor of this project (its parts).
 
-    For each head, this project's tensor has the head's rows of part 1, then of part 2, and so on.
+    For each head, this project's tensor contains the head's rows of part 1, then the head's rows of
+    part 2, and so on.
 
     Attributes:
         names: The names of the parts.
@@ -39,8 +41,8 @@ class Parts:
         rows: The number of rows of each part per head.
         columns: The sizes of all dimensions after the rows.
         transposed: Whether the stored matrices are transposed.
-        turning: The number of dimensions of each head whose order differs. transformers rotates
-            them in pairs of neighbours.
+        turning: The number of dimensions of each head that transformers stores in another order,
+            because it rotates pairs of adjacent dimensions.
     """
 
     names: tuple[str, ...]
@@ -59,7 +61,7 @@ class Parts:
             yield name, shape[::-1] if self.transposed else shape
 
     def join(self, parts: list[Tensor]) -> Tensor:
-        """Return this project's tensor, joined from the tensors of transformers."""
+        """Join the tensors of transformers into the tensor of this project, and return it."""
         parts = [part.T.contiguous() for part in parts] if self.transposed else parts
         if len(self.rows) == 1:
             return parts[0]
@@ -70,7 +72,7 @@ class Parts:
         return torch.cat(grouped, dim=1).flatten(0, 1)
 
     def split(self, tensor: Tensor) -> list[Tensor]:
-        """Return the tensors of transformers for a tensor of this project."""
+        """Split a tensor of this project into the tensors of transformers, and return these."""
         grouped = list(tensor.unflatten(0, (self.heads, -1)).split(self.rows, dim=1))
         grouped[:2] = (_turned(part, 2, self.turning // 2) for part in grouped[:2])
         parts = [part.flatten(0, 1) for part in grouped]
@@ -81,25 +83,25 @@ class Parts:
 
 
 def _turned(rows: Tensor, pairs: int, of: int) -> Tensor:
-    """Change the order of each head's rotating dimensions."""
+    """Return `rows` with the rotated dimensions of each head in the other order."""
     # Transposes the first (pairs * of) rows of each head, read as a table [pairs, of].
     turning = rows[:, : pairs * of].unflatten(1, (pairs, of)).transpose(1, 2).flatten(1, 2)
     return torch.cat((turning, rows[:, pairs * of :]), dim=1) if pairs * of else rows
 
 
 def layout_of(kind: HubClass | None, shape: GPTShape, pos: PositionalEmbedding) -> dict[str, Parts]:
-    """Return the tensors of transformers for the name of each of our weights.
+    """Return a dict from the name of each of our weights to its tensors in transformers.
 
     Args:
-        kind: The class of transformers. None means our own class, with the same names.
+        kind: The class of transformers. None means our own class, in which names stay the same.
         shape: The shape of the model.
-        pos: The positional embedding, whose parameters are left out.
+        pos: The positional embedding. Its parameters are left out.
     """
     return {name: _parts(kind, shape, name, size) for name, size in _weights(shape, pos)}
 
 
 def _weights(shape: GPTShape, pos: PositionalEmbedding) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """Yield the name and shape of each of our weights, except the positional embedding's."""
+    """Yield the name and shape of each of our weights, except those of the positional embedding."""
     gated = pos.has("gate")
     attend = choose("eager", pos, device_type="cpu", dtype=torch.float32, decays=gated)
     parts = (pos.of_layer(index) for index in range(shape.num_layers))

@@ -13,17 +13,18 @@ registers and writes its sums for theta to one row of the tensor `sums`. `launch
 in fixed order. `query_pass` also computes delta.
 
 In 16 bits, o is rounded. Where one weight of a row is almost 1, the error of do_i . o_i is larger
-than all ds_ij of the row. Therefore `forward_pass` also stores what o has lost, and `query_pass`
-adds it to o. What remains is the error of the weights, which are rounded for their product with v.
-It would cause most of the error of dtheta. The true delta_i is sum_j p_ij do_i . v_j. Let excess_i
-be the true delta_i minus do_i . o_i. It is the sum over j of the ds_ij that are computed with
-do_i . o_i, so it is known only after the loop over j. Therefore this loop computes both
-sum_j ds_ij t_ij and sum_j p_ij t_ij, where t_ij is dx_ij/dtheta_k. Then excess_i times the second
-sum is subtracted from the first. delta_i for the other Triton kernels is do_i . o_i + excess_i.
+than all ds_ij of the row. Therefore `forward_pass` also stores the rounding error of o, and
+`query_pass` corrects o by it. A second error remains, because the weights p are rounded before
+their product with v. This error would cause most of the error of dtheta. Let excess_i be the true
+delta_i, which is sum_j p_ij do_i . v_j, minus do_i . o_i. excess_i is also the sum over j of those
+ds_ij that are computed with do_i . o_i. It is known only after the loop over j. Therefore this loop
+computes both sum_j ds_ij t_ij and sum_j p_ij t_ij, where t_ij is dx_ij/dtheta_k. After the loop,
+excess_i times the second sum is subtracted from the first sum. delta_i for the other Triton kernels
+is do_i . o_i + excess_i.
 
 `key_pass`: each program handles N keys of one key head. It sums dk and dv over all query heads that
-share these keys. If that would be too few programs for a GPU, the query heads are divided into
-parts, and `launch` adds up the parts in fixed order.
+share these keys. If this gives too few programs to fill a GPU, the query heads are divided into
+parts. `launch` then adds up the parts in fixed order.
 
 Each result is written by one program, in a fixed order of summation. Therefore gradients are
 repeatable bit for bit.
@@ -75,7 +76,7 @@ def query_tile(
     THETA: tl.constexpr, DROPOUT: tl.constexpr, MASKED: tl.constexpr,
     M: tl.constexpr, N: tl.constexpr, E: tl.constexpr, P: tl.constexpr,
 ):  # fmt: skip
-    """Add a tile of keys to the sums for the gradients of q and of the embedding's parameters."""
+    """Add the contribution of a tile of keys to the gradients of q and the parameters theta."""
     k = load_rows(head.k, n0, head.keys, head.k_t, MASKED, N, E, P)
     v = load_rows(head.v, n0, head.keys, head.v_t, MASKED, N, E, P)
     s = opaque(tl.dot(q, tl.trans(k), input_precision="ieee"))

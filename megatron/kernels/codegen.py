@@ -7,17 +7,18 @@ dx/dtheta_k without the factors that depend on neither s nor d. The Triton kerne
 over scores, and `finish` multiplies the sums by these factors.
 
 b and w may also depend on the query's position i in its document. `evaluate` gets i as the argument
-`row`. A bias may also contain one layer of hidden units (see `hidden`). The layer's parameters have
-no terms. Instead, `evaluate` then returns (y, w, u, terms), where u is the layer's input.
+`row`. A bias may also contain one layer of hidden units (see `hidden_layer`). The layer's
+parameters have no terms. Instead, `evaluate` then returns (y, w, u, terms), where u is the layer's
+input.
 
 The generated code is fast for three reasons:
 
 - Logarithms and exponentials have base 2, for which a GPU has single instructions. The constants
   ln 2 and log2 e become part of the constants that `prepare` computes.
 - `prepare` computes everything that depends on neither s nor d, once per Triton program.
-- d is the difference di - dj of a row vector and a column vector, so A + B d with constants A and
-  B costs one subtraction per score: (A + B di) - B dj. di and dj are counted from the tile's first
-  key. Therefore both are small where d is small, and no digits are lost.
+- d is the difference di - dj of a row vector and a column vector, so A + B d with constants A and B
+  costs one subtraction per score: (A + B di) - B dj. di and dj are counted from the tile's first
+  key. Therefore di and dj are small where d is small, and no digits are lost.
 
 At d = 0, powers d^p and products d^p log d are computed as 0, as in torch's derivative of pow. The
 generated source texts are stored in `linecache`, where Triton and tracebacks find them.
@@ -51,16 +52,18 @@ def device_functions(
     bounds: Sequence[tuple[float, float]] = (),
     rewrite: Callable[[Any], Any] = sympy.sympify,
 ) -> DeviceFunctions:
-    """Generate Triton functions that compute a positional embedding, and its derivatives.
+    """Generate Triton functions for logits with a positional embedding, and for their gradients.
 
     Args:
         name: A name for the generated source text.
-        formula: The expressions of the bias and the weight.
+        formula: The expressions of the bias b that is added to the scores, and of the factor w that
+            multiplies the scores.
         bounds: The smallest and the largest value of each parameter, in the order of theta.
-        rewrite: Rewrites a derivative, for example into a form that does not overflow.
+        rewrite: A function that rewrites a derivative, for example into a form that does not
+            overflow.
 
     Raises:
-        NotExpressible: A GPU cannot compute the bias or the weight in this way.
+        NotExpressible: The generated code cannot compute b or w.
     """
     s, scale = sympy.Symbol("s", real=True), sympy.Symbol("scale", positive=True)
     distance, i, theta = formula.distance, formula.position, formula.theta
@@ -111,7 +114,7 @@ class Writer:
         self.lines: list[str] = []
 
     def constant(self, expr: sympy.Expr) -> str:
-        """Return source text that stands for a constant, such as `0.5` or `c[2]`."""
+        """Return source text for a constant, such as `0.5` or, if `prepare` computes it, `c[2]`."""
         if expr.is_number:
             return repr(float(expr)) if expr.is_finite else f"float('{float(expr)}')"
         # `prepare` computes the tuple c.
@@ -173,7 +176,7 @@ class Writer:
         return self.call(expr, CALLS).format(*(self.tile(arg) for arg in expr.args))
 
     def row(self) -> str:
-        """Return source text for a pointer to the parameters of one head."""
+        """Return source text for a pointer to the row of theta with the parameters of one head."""
         if "theta" not in self.prepared:
             self.prepared.append("theta")
         return f"c[{self.prepared.index('theta')}]"

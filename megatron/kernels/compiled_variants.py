@@ -1,16 +1,18 @@
-"""Keep what launches share: the compile-time arguments and the compiled kernels.
+"""Cache compiled Triton kernels and their compile-time arguments, so that launches are fast.
 
-A variant is a Triton kernel with its compile-time arguments. Triton compiles it again for other
-properties of the run-time arguments: dtypes, whether addresses and strides are multiples of 16,
-strides and numbers that are 1, and whole numbers beyond 32 bits. At each launch, Triton examines
-the arguments for these properties, which takes longer than the launch.
+A variant is a Triton kernel with its compile-time arguments. Triton compiles a variant again if
+certain properties of the run-time arguments change: dtypes, whether addresses and strides are
+multiples of 16, whether strides and numbers are 1, and whether whole numbers need more than 32
+bits. At each launch, Triton examines these properties of all arguments. This takes longer than the
+launch itself.
 
-With `SWITCHES["cached"]`, a variant keeps each compiled kernel that Triton chose, under a key
-made of the arguments' properties, and launches it again for arguments with the same key. The key
-contains the exact strides, and the addresses modulo 16, so it distinguishes more cases than Triton
-does. The current device and stream and Triton's launch hooks are looked up at each launch. Other
-settings of Triton are read only at the first launch with a key. Nothing is allocated, and the
-host waits for nothing, so launches can be captured in a CUDA graph.
+With `SWITCHES["cached"]`, a variant has a dict of compiled kernels. The keys are made of the
+properties of the arguments. For arguments with a new key, Triton chooses the kernel, and the
+variant stores it. For arguments with a known key, the variant launches the stored kernel. A key
+contains the exact strides, and the addresses modulo 16. Therefore keys distinguish more cases than
+Triton does. The current device and stream and Triton's launch hooks are looked up at each launch.
+Other settings of Triton are read only at the first launch with a key. A launch allocates no memory,
+and the host does not wait for the GPU. Therefore launches can be captured in a CUDA graph.
 """
 
 from collections.abc import Collection, Sequence
@@ -56,9 +58,9 @@ class Variant:
         function: The Triton kernel.
         constants: The values of the compile-time arguments.
         options: The options of Triton's compiler.
-        exact: One entry for each numeric argument. If true, Triton may compile the kernel again for
-            another value.
-        compiled: The compiled kernels. The key describes dtypes, strides and so on.
+        exact: One flag for each numeric argument: whether Triton may compile the kernel again for
+            another value of this argument.
+        compiled: The compiled kernels. A key describes the arguments' dtypes, strides and so on.
     """
 
     function: Any
@@ -111,7 +113,7 @@ def variant_of(
         functions: The device functions that compute the positional embedding.
         tile: The tile sizes of the Triton kernel.
         head_size: The head size.
-        tensors: The names of the kernel's tensors, without optional ones that are absent.
+        tensors: The names of the kernel's tensors, without absent optional tensors.
         dropout: Whether there is dropout.
         theta: Whether the embedding's parameters need a gradient.
     """
@@ -125,7 +127,10 @@ def variant_of(
 
 @lru_cache
 def order(which: str) -> tuple[list[str], list[str], list[str]]:
-    """Return the names of a Triton kernel's tensors, of those with strides, and of its constants.
+    """Return three lists of argument names of a Triton kernel, in the order of its arguments.
+
+    The lists are: all tensors, the tensors whose strides are also arguments, and the compile-time
+    constants.
 
     Args:
         which: The name of the Triton kernel.

@@ -2,13 +2,14 @@
 
     out_i = sum_n 2^(lse_in - lse_i) out_in      lse_i = log2 sum_n 2^lse_in
 
-`decode_pass` computes out_in and lse_in: the output and `lse` (see `forward`) of query i if only
-the n-th part of the keys existed, CHUNK keys. The rows of its tile are the queries of all query
-heads that share a key head, so that each key is read once. `merge_pass` adds up the parts in a
-fixed order. The division into parts depends on the number of keys alone. So the result is
-repeatable bit for bit; for the same number of keys, also repeatable whatever else is in the batch.
+`decode_pass` computes out_in and lse_in: the output and `lse` (see `forward`) of query i for the
+n-th part of the keys alone. A part has CHUNK keys. The rows of a tile are the queries of all query
+heads that share a key head. Therefore each key is read only once. `merge_pass` adds up the parts in
+a fixed order. The division into parts depends on the number of keys alone. Therefore the result is
+repeatable bit for bit. For the same number of keys, the result does not depend on the other
+sequences in the batch.
 
-Only the forward pass works in this way, without dropout.
+These kernels have no backward pass and no dropout.
 
 Legend: see `forward`. n counts the parts.
 """

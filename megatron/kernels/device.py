@@ -168,7 +168,7 @@ def spread(start, SHARED: tl.constexpr, M: tl.constexpr, N: tl.constexpr):
 
 @triton.jit
 def add_columns(sums, x, dtype: tl.constexpr):
-    """Add the columns of a tile to fewer columns of sums."""
+    """Add column n of the tile `x` to column n mod W of `sums`, for all n. `sums` has W columns."""
     # In fp32, threads exchange their sums, and two threads could get different ones. A thread
     # rounds its own product before it sends it. But it could add a received number to its own
     # product before rounding (a fused multiply-add).

@@ -1,6 +1,7 @@
-"""Hold the device functions of a distance kernel, which the Triton kernels call.
+"""Define the class of a distance kernel's device functions, which the Triton kernels call.
 
-`codegen` generates them from a formula. `tabulated` has device functions for a table of values.
+`codegen` generates these functions from a formula. `tabulated` has the functions for a distance
+kernel that is given by a table of values.
 """
 
 from dataclasses import dataclass, field
@@ -17,13 +18,14 @@ class DeviceFunctions:
     A logit is scale * s * w + b. s is the query-key product, and w and b come from the embedding.
 
     Attributes:
-        prepare: Computes the constants of a head from the embedding's parameters.
-        evaluate: Computes the logits of a tile, and the values for their derivatives.
+        prepare: The function that computes the constants of a head from the embedding's parameters.
+        evaluate: The function that computes the logits of a tile, and the values for their
+            derivatives.
         weighted: Whether there is a w. Otherwise w is 1.
-        zeros: Creates the sums for the gradient of the parameters.
-        add: Adds a tile to these sums.
-        finish: Computes the gradient of the parameters from these sums.
-        num_theta: The number of parameters per head that `finish` computes gradients of.
+        zeros: The function that creates the sums for the gradient of the parameters.
+        add: The function that adds a tile to these sums.
+        finish: The function that computes the gradient of the parameters from these sums.
+        num_theta: The number of parameters per head for which `finish` computes gradients.
         tabulated: Whether b and w are given as a table over query-key distances.
         biased: Whether this table contains b.
         source: The generated source text.
@@ -45,7 +47,7 @@ class DeviceFunctions:
     reads_position: bool = False
 
     def needs(self, dropout: bool, terms: bool = False) -> Needs:
-        """Return the properties of an attention call that determine how many registers it needs.
+        """Return the properties of an attention call that determine how many registers are needed.
 
         Args:
             dropout: Whether there is dropout.

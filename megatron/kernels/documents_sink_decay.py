@@ -2,18 +2,18 @@
 
     y_ij = s_ij w(d) + b(d, i) / scale - (c_j - c_r) / scale     first_i <= j <= query_offset + i
 
-First keys: documents and a window hide the keys before first_i from row i. first_i never falls from
-a row to the next. So the keys that a tile of rows sees are contiguous, and so are the rows that see
-a tile of keys. Tiles outside these ranges are skipped. Among the other tiles, only those that
-contain the first key of one of their rows need a mask because of first keys.
+First keys: documents and a window hide the keys before first_i from row i. first_i never decreases
+from a row to the next row. So the keys that a tile of rows sees are contiguous. The rows that see a
+tile of keys are also contiguous. Tiles outside these ranges are skipped. Among the other tiles,
+first keys require a mask only in tiles that contain the first key of one of their rows.
 
 Decay: c_j is the sum of log forget gates up to position j, so it is large in a long sequence. To
-keep the digits of differences, c / scale is given in two fp32 parts, `high` + `low`. c_r is the
-decay of row r, the first row of the block of `BLOCK` rows that contains row i. The softmax of row i
-is the same with c_r in place of c_i. lse is also computed with c_r.
+keep the digits of differences of c, c / scale is stored as a sum of two fp32 numbers, `high` +
+`low`. c_r is the decay of row r, the first row of the block of `BLOCK` rows that contains row i.
+The softmax of row i is the same with c_r in place of c_i. lse is also computed with c_r.
 
-Sink: a null key with a value of 0 takes part in the softmax. For row i, its y is sink / scale minus
-(c_i - c_r) / scale.
+Sink: a null key with a value of 0 takes part in the softmax. For row i, the null key's y is (sink +
+c_r - c_i) / scale.
 
 Positions: the position of each row in its document, for biases that depend on it.
 
@@ -70,7 +70,7 @@ def row_tiles(end_ptr, n0, offset, queries, keys, M: tl.constexpr, N: tl.constex
 
 @triton.jit
 def row_tile_at(tile, crossing, first, rest, end, M: tl.constexpr):
-    """Return the first row of one of the tiles that need a mask."""
+    """Return the first row of tile number `tile` among the tiles that need a mask."""
     # `tile` counts the tiles that need a mask. Without documents and windows (`end` is None), at
     # most one of them begins at `rest` or later.
     if end is not None:
@@ -80,7 +80,7 @@ def row_tile_at(tile, crossing, first, rest, end, M: tl.constexpr):
 
 @triton.jit
 def open_decay(high_ptr, low_ptr, item, reference, keys):
-    """Load what is needed to compute differences of the decay of one head."""
+    """Load the decay of one head at a reference position, in order to subtract it later."""
     # Decay / scale is the sum of two fp32 vectors, high + low. `item` is the index of the head in
     # the flattened dimension of sequences and heads. `reference` is a position, or a tensor of
     # positions.
@@ -90,14 +90,20 @@ def open_decay(high_ptr, low_ptr, item, reference, keys):
 
 @triton.jit
 def lost_at(decay, at):
-    """Return how much the decay lowers the logits of the keys at positions `at`."""
+    """Return how much the decay lowers the logits of the keys at positions `at`.
+
+    The result is divided by scale.
+    """
     # (c_j - c_r) / scale for j in `at`, where r is the reference position of `open_decay`.
     return (tl.load(decay[0] + at) - decay[2]) + (tl.load(decay[1] + at) - decay[3])
 
 
 @triton.jit
 def lost(decay, first, limit, MASKED: tl.constexpr, N: tl.constexpr):
-    """Return how much the decay lowers the logits of N successive keys."""
+    """Return how much the decay lowers the logits of N successive keys.
+
+    The result is divided by scale.
+    """
     # (c_j - c_r) / scale, where r is the reference position of `open_decay`.
     at = first + tl.arange(0, N)
     return lost_at(decay, tl.minimum(at, limit - 1) if MASKED else at)
@@ -111,7 +117,10 @@ def load_clamped(base, first, limit, N: tl.constexpr):
 
 @triton.jit
 def lost_by(decay, reference):
-    """Return how much the decay lowers the logits of several keys for the query at `reference`."""
+    """Return how much the decay lowers the logits of several keys for the query at `reference`.
+
+    The result is divided by scale.
+    """
     # (c_j - c_r) / scale for r = `reference`. `open_decay` got the positions j as its argument.
     high, low = tl.load(decay[0] + reference), tl.load(decay[1] + reference)
     return (decay[2] - high) + (decay[3] - low)
@@ -119,7 +128,7 @@ def lost_by(decay, reference):
 
 @triton.jit
 def null_score(sink_ptr, decay, m0, offset, keys, M: tl.constexpr):
-    """Return the logit of an attention sink for several query rows."""
+    """Return the logit of an attention sink, divided by scale, for several query rows."""
     # Divided by scale. For row i, the decay lowers the sink's logit by c_i - c_r.
     y = tl.zeros([M], dtype=tl.float32) + tl.load(sink_ptr)
     if len(decay):
@@ -128,7 +137,7 @@ def null_score(sink_ptr, decay, m0, offset, keys, M: tl.constexpr):
 
 
 def since_reference(decay_BHS: Tensor, offset: int) -> Tensor:
-    """Return how much the decay changes within each block of query rows."""
+    """Return the decay at each query, minus the decay at the first query of the same block."""
     c_BHT = decay_BHS[:, :, offset:].double()
     rows = torch.arange(c_BHT.shape[-1], device=c_BHT.device)
     # c_i - c_r in fp32. r is the first row of the block of `BLOCK` rows that contains i.
@@ -201,7 +210,8 @@ class Terms:
         Args:
             lse_BHT: The log-sum-exp of each softmax, to base 2.
             delta_BHT: The dot product of each query's output and this output's gradient.
-            ddecay_BHS: The decay's gradient without the sink's part, which is added in place.
+            ddecay_BHS: The decay's gradient without the contribution of the sink. This contribution
+                is added in place.
             offset: The position of the first query.
         """
         if self.sink_H is None:

@@ -13,8 +13,8 @@ sum of the online softmax (Milakov and Gimelshein 2018; Dao et al. 2022, arXiv 2
 tiles with only future keys are skipped. The programs with the most keys start first.
 
 In addition to `out`, the backward pass needs `lse` = c max y + log2(sum), [B, H, T] fp32. If `out`
-has 16 bits, the backward pass also needs `lost`: what `out` lost when it was rounded, times LOST,
-in as many bits as `out`.
+has 16 bits, the backward pass also needs `lost`: the rounding error of `out` times the constant
+LOST, in the dtype of `out`.
 
 Legend: B batch, H heads, T queries, S keys, E head size, P padded head size, M rows and N keys of a
 tile. Arguments whose names start with `f_` are the device functions of the distance kernel.
@@ -75,7 +75,7 @@ def forward_pass(
     DROPOUT: tl.constexpr,
     M: tl.constexpr, N: tl.constexpr, E: tl.constexpr, P: tl.constexpr,
 ):  # fmt: skip
-    """Compute the attention output, and what the backward pass needs of it."""
+    """Compute the attention output, and the tensors `lse` and `lost` for the backward pass."""
     # Each program handles M query rows of one head, and visits the keys that they see, N at a
     # time.
     tiles = tl.cdiv(queries, M)

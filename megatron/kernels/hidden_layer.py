@@ -1,12 +1,13 @@
 """Evaluate a layer of hidden units in the Triton kernels: f(u) = sum_k v_k relu(w_k u + b_k).
 
-f is piecewise linear (see `megatron.positional.hidden_layer`): a line, slope * u + offset, between
-neighbouring knees, the inputs u at which the slope changes. `launch` passes one row of numbers per
-head. This row holds the columns of theta, then the K knees in rising order, then the slopes and
-then the offsets of the K + 1 lines. In most tiles, all inputs u lie between the same two knees, so
-f costs one product per score. If knees lie between the smallest and the largest u of a tile, a loop
-over these knees selects the line of each u. The loop is inside a condition, to hide the loop from
-Triton. (Triton does not load tiles ahead in a loop that directly contains another loop.)
+f is piecewise linear (see `megatron.positional.hidden_layer`). The knees are the inputs u at which
+the slope changes. Between neighbouring knees, f is a line, slope * u + offset. `launch` passes one
+row of numbers per head to the kernels. This row contains the columns of theta, then the K knees in
+rising order, then the slopes and then the offsets of the K + 1 lines. In most tiles, all inputs u
+lie between the same two knees, so f costs one product per score. If knees lie between the smallest
+and the largest u of a tile, a loop over these knees selects the line of each u. The loop is inside
+a condition, to hide the loop from Triton. (Triton does not load tiles ahead in a loop that directly
+contains another loop.)
 
 Let ds be the gradient of the loss with respect to a logit. The gradient of a line's slope is the
 sum of ds u over the scores whose u lies on this line, and the gradient of its offset is the sum of
@@ -33,7 +34,7 @@ class Layer:
 
     Attributes:
         first: The number of the embedding's parameters per head.
-        columns: The indices of all w, of all b and of all v among these parameters.
+        columns: Three tuples: the indices of all w, of all b and of all v among these parameters.
     """
 
     first: int
@@ -52,7 +53,10 @@ class Layer:
 
 @triton.jit
 def knees_within(u, knees, K: tl.constexpr):
-    """Return which inputs at which the slope of the layer changes are within the range of u."""
+    """Return which knees of the layer lie between the smallest and the largest u of a tile.
+
+    A knee is an input u at which the slope of the layer changes.
+    """
     R: tl.constexpr = triton.next_power_of_2(K)
     k = tl.arange(0, R)
     at = tl.load(knees + k, mask=k < K, other=float("inf"))
@@ -91,7 +95,7 @@ def hidden_slope(u, row, first: tl.constexpr, K: tl.constexpr):
 
 @triton.jit
 def add_by_line(sums, slopes, u, ds, knees, K: tl.constexpr, R: tl.constexpr):
-    """Add a tile to the gradients of the linear pieces of a piecewise linear function of u."""
+    """Add a tile's contribution to the gradients of the lines of which the layer consists."""
     # Between the knees m - 1 and m, the layer is the line a_m * u + c_m. `sums` [R] contains the
     # gradients of all c_m, and `slopes` [R] the gradients of all a_m. `ds` are the gradients at
     # `u`.

@@ -84,7 +84,7 @@ def rows_contiguous(x: Tensor) -> Tensor:
 
 
 def empty_like_heads(x_BHTE: Tensor) -> Tensor:
-    """Return an uninitialised tensor with the shape of the argument."""
+    """Return an uninitialised tensor of `x_BHTE`'s shape, with queries before heads in memory."""
     batch, heads, length, size = x_BHTE.shape
     # Queries come before heads in memory, because the model's next layer needs this order.
     return x_BHTE.new_empty(batch, length, heads, size).transpose(1, 2)
@@ -171,7 +171,7 @@ def divides_keys(q: Tensor, k: Tensor, setting: Setting, terms: Terms) -> bool:
 
 
 def decode(tensors: dict[str, Tensor], setting: Setting) -> None:
-    """Compute attention in parts of the keys, and write the results into `tensors`."""
+    """Compute attention for each part of the keys, and write the merged results into `tensors`."""
     q, k = tensors["q"], tensors["k"]
     batch, heads, queries, size = q.shape
     parts, rows = cdiv(k.shape[2], CHUNK.value), heads // k.shape[1] * queries
@@ -258,7 +258,7 @@ def parts_of(group: int, programs: int) -> int:
 def hidden_gradient(
     setting: Setting, tile: Tile, tensors: dict[str, Tensor], layer: Layer, plain_HN: Tensor
 ) -> Tensor:
-    """Return the gradient of the parameters of an embedding with a layer of hidden units."""
+    """Return the gradient of `rows_HW` for an embedding with a layer of hidden units."""
     q, rows_HW = tensors["q"], tensors["theta"]
     heads = q.shape[1]
     programs = len(q) * heads * cdiv(q.shape[2], tile.M)
@@ -274,7 +274,7 @@ def hidden_gradient(
 
 
 def table_gradient(setting: Setting, tile: Tile, tensors: dict[str, Tensor]) -> Tensor:
-    """Return the gradient of a table that contains an embedding's bias at each distance."""
+    """Return the gradient of a table of an embedding's bias and weight at all distances."""
     q, rows_HW = tensors["q"], tensors["theta"]
     functions = setting.functions
     batch, heads, queries = q.shape[:3]

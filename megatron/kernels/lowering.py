@@ -1,4 +1,4 @@
-"""Rewrite expressions of distance kernels in terms of the functions that a GPU has.
+"""Rewrite expressions of distance kernels so that they use only functions that a GPU can compute.
 
 Logarithms, exponentials and general powers become `lg2` (log2 x) and `ex2` (2^x). A power x^y is
 refused if 2^(y log2 x) would be wrong for some theta.
@@ -65,7 +65,7 @@ class select(sympy.Function):
 
 
 class larger(sympy.Function):
-    """Sympy function larger(x, y, t) = max(x, y). Where x = y, t weighs the two derivatives."""
+    """Sympy function larger(x, y, t) = max(x, y). Its derivative at x = y is t x' + (1 - t) y'."""
 
     nargs, is_real = 3, True
 
@@ -108,7 +108,7 @@ class NotExpressible(ValueError):
 
 
 def lower(expr: Any, d: sympy.Symbol, known: Bounds) -> sympy.Expr:
-    """Rewrite `expr` so that it uses only functions that a GPU has, such as log2 and 2^x.
+    """Rewrite `expr` so that it uses only functions that a GPU can compute, such as log2 and 2^x.
 
     Args:
         d: The symbol of the query-key distance.
@@ -175,7 +175,7 @@ def bounds_of(expr: Any, known: Bounds) -> tuple[float, float]:
 
 
 def paired(expr: Any, known: Bounds) -> bool:
-    """Return whether the generated code may compute 1 / expr by a fast function."""
+    """Return whether generated code may use `rcp`, which inverts numbers in pairs, for 1 / expr."""
     low, high = bounds_of(expr, known)
     # `rcp` multiplies two neighbouring numbers of a tile, and the product must not overflow.
     return (low > 1e-19 and high < 1e19) or (low > -1e19 and high < -1e-19)
@@ -212,7 +212,7 @@ def direct(exponent: sympy.Expr) -> bool:
 
 
 def log2(arg: sympy.Expr, lowered: sympy.Expr, d: sympy.Symbol) -> sympy.Expr:
-    """Return an expression of the logarithm to base 2."""
+    """Return an expression of the logarithm of `arg` to base 2."""
     # `lowered` is `arg` after `lower` has rewritten it.
     near = arg.subs(d, 0)  # not guarded if it may be negative, because NaN must be visible
     guarded = near.is_nonnegative and not near.is_positive

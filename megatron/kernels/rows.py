@@ -1,4 +1,4 @@
-"""Define what the Triton kernels share: how a program starts, and the logits of its query rows.
+"""Define code that the Triton kernels share: the start of a program, and the logits of its rows.
 
 In `forward_pass`, `query_pass` and `hidden_pass`, a program handles M query rows of one head, and
 visits the keys that these rows see, N at a time. `table_pass` visits tiles of one head, too.
@@ -53,7 +53,7 @@ in its document, if the distance kernel depends on it."""
 
 @triton.jit
 def open_rows(tiles, M: tl.constexpr):
-    """Return which head of which sequence a program handles, and its first query row."""
+    """Return which head of which sequence a program handles, and the program's first query row."""
     # Ordered by pair (sequence, head), then by tile. The last tile comes first, because its rows
     # see the most keys.
     return tl.program_id(0) // tiles, (tiles - 1 - tl.program_id(0) % tiles) * M
@@ -65,7 +65,7 @@ def open_head(
     heads, group, queries, keys, offset, width, scale, threshold, rescale,
     f_prepare: tl.constexpr, DROPOUT: tl.constexpr,
 ):  # fmt: skip
-    """Return what a program needs to know of one head of one sequence."""
+    """Return the pointers and numbers that a program needs for one head of one sequence."""
     # `item` is the index of the head in the flattened dimension of sequences and heads.
     b, h = (item // heads).to(tl.int64), item % heads
     h_q, h_k = h.to(tl.int64), (h // group).to(tl.int64)
@@ -105,7 +105,7 @@ def exact_output(
 
 @triton.jit
 def seen_by(head, m0, first_ptr, high_ptr, low_ptr, position_ptr, M: tl.constexpr, N: tl.constexpr):
-    """Return which tiles of keys a tile of query rows sees, and the rows' other inputs."""
+    """Return the key tiles that a tile of rows sees, and the rows' first keys, decay, positions."""
     offset, queries = head.offset, head.queries
     last, past = tl.minimum(offset + m0 + M, offset + queries), (offset + m0 + 1) // N * N
     first, begin, lead, decay, at = (), 0, 0, (), 0
@@ -137,7 +137,7 @@ def ends_of(seen, MASKED: tl.constexpr):
 
 @triton.jit
 def key_tile_at(n, seen, terms, MASKED: tl.constexpr):
-    """Return the first key of the tile at a step of a loop over tiles of keys."""
+    """Return the first key of a tile, given the variable `n` of a loop over tiles of keys."""
     if MASKED and len(terms.first):
         n = tl.where(n < seen.past, n - (seen.past - seen.lead), n)
     return n
@@ -148,7 +148,7 @@ def logits_of(
     s, head, terms, m0, n0, f_evaluate: tl.constexpr, SHARED: tl.constexpr, MASKED: tl.constexpr,
     M: tl.constexpr, N: tl.constexpr,
 ):  # fmt: skip
-    """Return the logits of a tile of query-key products, and which rows see which keys."""
+    """Return the logits of a tile of query-key products, and a mask of the keys each row sees."""
     start = head.offset + m0 - n0
     i, j = start + tl.arange(0, M)[:, None], tl.arange(0, N)[None, :]
     distance = table_distance(i, j, m0, n0, head.offset, head.queries)

@@ -1,8 +1,9 @@
 """Execute generated device functions in torch, in fp32, so that they can be checked without a GPU.
 
-The same code is executed as on a GPU, with torch's operations in place of Triton's. `rcp`
-multiplies each number by itself. On a GPU it multiplies neighbours, whose distances hardly differ.
-So overflows, underflows and lost digits show. The errors of fast instructions are not simulated.
+The code is the same as on a GPU, but with torch's operations in place of Triton's. On a GPU, `rcp`
+multiplies two neighbouring numbers of a tile, whose distances hardly differ. Here, `rcp` multiplies
+each number by itself. Therefore overflows, underflows and lost digits also occur here. The errors
+of fast instructions are not simulated.
 """
 
 from collections.abc import Callable
@@ -43,7 +44,7 @@ def simulate(functions: DeviceFunctions, inputs: tuple[Tensor, ...], scale: floa
 
     Args:
         functions: The device functions that compute the positional embedding.
-        inputs: The samples: the N parameters [R, N], query-key products [R], distances [R] and
+        inputs: The R samples: N parameters [R, N], query-key products [R], distances [R], and
             positions of the queries [R].
         scale: The number that multiplies the query-key products.
     """

@@ -1,11 +1,11 @@
 """Support distance kernels that are given by a table of values per head instead of a formula.
 
-A distance kernel is a bias b or a factor w that depends only on the query-key distance d. Any torch
-function of d can be tabulated, for example T5's buckets, or a formula that `codegen` cannot
-express. "Theta" is then one row of numbers per head. The row holds b(d) / scale for all distances
-if there is a bias, followed by w(d) for all distances if there is a factor. Autograd propagates the
-gradient of this row to the parameters from which the row was computed. The gradients at distance d
-are sums over all i, j with i - j = d:
+A distance kernel is a bias b or a factor w of the scores that depends only on the query-key
+distance d. Any torch function of d can be tabulated, for example T5's buckets, or a formula that
+`codegen` cannot express. "Theta" is then one row of numbers per head. The row contains b(d) / scale
+for all distances if there is a bias, followed by w(d) for all distances if there is a factor.
+Autograd propagates the gradient of this row to the parameters from which the row was computed. The
+gradients at distance d are sums over all i, j with i - j = d:
 
     gradient of b(d) / scale = sum (scale * ds_ij)
     gradient of w(d)         = sum (scale * ds_ij * s_ij)
@@ -85,7 +85,7 @@ def store_sums(pointers, near, far, R: tl.constexpr):
 
 @triton.jit
 def load_inside(base, row, inside, stride, E: tl.constexpr, P: tl.constexpr):
-    """Load rows of a matrix, with zeros for rows that do not exist, and pad them with zeros."""
+    """Load rows of a matrix. Padding, and rows outside of the matrix, are filled with zeros."""
     column = tl.arange(0, P)[None, :]
     pointers = base + row.to(tl.int64)[:, None] * stride + column
     return tl.load(pointers, mask=inside[:, None] & (column < E), other=0.0)

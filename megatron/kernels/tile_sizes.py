@@ -3,9 +3,10 @@
 The sizes were chosen without a GPU, from the compiler's report (`tools/compile_kernels.py`), by
 these rules:
 
-- Tiles are the largest whose scores, products and accumulators stay in registers.
-- Each group of 4 warps has 64 query rows or 64 keys, because a Hopper matrix product is 64 rows
-  high. With more warps per 64 rows, scores would be computed twice.
+- Tiles are as large as possible, but their scores, products and accumulators must fit into
+  registers.
+- Each group of 4 warps computes 64 query rows or 64 keys, because a Hopper matrix product is 64
+  rows high. With more warps per 64 rows, scores would be computed twice.
 - Two programs share a multiprocessor if both fit, so that the special functions of one program
   overlap with the matrix products of the other.
 - Hopper's matrix products must not wait for each other. `tests/ptx/serial.py` reports waits.
@@ -42,10 +43,11 @@ class TileSizes:
     """The tile sizes of the Triton kernels.
 
     Attributes:
-        forward: For the output.
-        query: For the gradient of the queries.
-        key: For the gradients of the keys and the values.
-        table: For the gradient of a table over distances. Its tiles are square, with M keys.
+        forward: The tile of the kernel that computes the output.
+        query: The tile of the kernel that computes the gradient of the queries.
+        key: The tile of the kernel that computes the gradients of the keys and the values.
+        table: The tile of the kernel that computes the gradient of a table over distances. This
+            tile is square, with M queries and M keys.
     """
 
     forward: Tile
@@ -55,7 +57,7 @@ class TileSizes:
 
 
 class Needs(NamedTuple):
-    """The properties of an attention call that determine how many registers it needs.
+    """The properties of an attention call that determine how many registers are needed.
 
     Attributes:
         heavy: Whether the positional embedding is costly to compute.
@@ -73,7 +75,7 @@ class Needs(NamedTuple):
 
 
 def sizes(*four: tuple[int, int, int, int]) -> TileSizes:
-    """Return tile sizes from (M, N, warps, stages) for each kernel."""
+    """Return a `TileSizes` object, given the tuple (M, N, warps, stages) of each kernel."""
     return TileSizes(*(Tile(*each) for each in four))
 
 
@@ -151,7 +153,7 @@ def padded(head_size: int) -> int:
 
 
 def family(capability: tuple[int, int]) -> int:
-    """Return a number for the GPUs that can use the same tile sizes."""
+    """Return a number for a family of GPUs. All GPUs of a family use the same tile sizes."""
     # They compute matrix products in the same way, with about the same amount of shared memory.
     if capability[0] in (9, 10):
         return 10 * capability[0]

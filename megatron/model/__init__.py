@@ -1,4 +1,4 @@
-"""Define the GPT model. This package imports neither the engine, the config nor Triton."""
+"""Define the GPT model. This package does not import the engine, the config or Triton."""
 
 from megatron.model.documents import Documents
 from megatron.model.gpt import GPT

@@ -44,14 +44,14 @@ ACTIVATIONS: Functions = {
 def activate(
     x: Tensor, name: str, *, tanh: bool = False, functions: Functions = ACTIVATIONS
 ) -> Tensor:
-    """Return `x` after the activation with this name.
+    """Apply the activation `name` to `x`.
 
-    A gated activation (such as `swiglu`) splits the last dimension into value and gate. Its result
-    has half the size.
+    A gated activation (such as `swiglu`) splits the last dimension of `x` into value and gate. The
+    last dimension of the result is then half as long.
 
     Args:
         name: The name of the activation.
-        tanh: Whether `gelu` means its tanh approximation.
+        tanh: Whether `gelu` means the tanh approximation of gelu.
         functions: Maps the names of activations without a gate to functions.
     """
     if name in GATES:

@@ -151,7 +151,10 @@ class SelfAttention(nn.Module):
         return divide_heads(all_to_all(qkv_BKTW, self.cp, split=1, join=2), size)
 
     def _decay(self, x_BTD: torch.Tensor) -> torch.Tensor | None:
-        """Return the sums of log-decays [batch, heads, positions], or None without forget gates."""
+        """Return the cumulative log-decay of the forget gates [batch, heads, positions].
+
+        Return None if the model has no forget gates.
+        """
         if self.gate is None:
             return None
         gate_BHT1 = self.gate(x_BTD).transpose(1, 2)[..., None]

@@ -1,8 +1,8 @@
 """Define the norm of the blocks. It may use apex's kernels, and may shard its weights by heads.
 
-With `fused_norm`, layernorm and rmsnorm call apex's kernels. If apex is not installed, they call
-torch's functions instead, which compute the same values. As in GPT-NeoX, the fused rmsnorm has eps
-INSIDE the root.
+With `fused_norm`, layernorm and rmsnorm call apex's kernels. If apex is not installed, layernorm
+and rmsnorm call torch's functions, which compute the same values. As in GPT-NeoX, the fused rmsnorm
+has eps INSIDE the root.
 
 If tensor-parallel ranks apply the same weights to different vectors, the gradients of the weights
 are summed over these ranks (`copy_to`).
@@ -30,10 +30,11 @@ class BlockNorm(Norm):
     Args:
         shape: The description of the transformer block, which names the norm.
         tp: The tensor-parallel group.
-        by_head: Whether the input is queries or keys [..., heads, head size].
+        by_head: Whether the input is queries or keys [..., heads, head size]. If false, the input
+            is hidden states.
 
     Raises:
-        ValueError: There is no such norm.
+        ValueError: `shape` names an unknown norm.
     """
 
     def __init__(self, shape: BlockShape, tp: TensorGroup = ALONE, *, by_head: bool = False):
@@ -62,10 +63,10 @@ class BlockNorm(Norm):
 
 
 def kind_of(shape: BlockShape) -> str:
-    """Return the name of the norm of a transformer block, with the choice of a fused kernel.
+    """Return the kind of a block's norm: `shape.norm`, or `fused_rmsnorm` for a fused rmsnorm.
 
     Raises:
-        ValueError: There is no such norm.
+        ValueError: `shape` names an unknown norm.
     """
     if shape.norm not in ("layernorm", "rmsnorm", "scalenorm"):
         raise ValueError(f"norm {shape.norm!r} is unknown; use layernorm, rmsnorm or scalenorm")
@@ -73,7 +74,10 @@ def kind_of(shape: BlockShape) -> str:
 
 
 def apex_norm(shape: BlockShape) -> tuple[_Kernel | None, str]:
-    """Return apex's function for a norm, or None to use torch's, and a text for the log."""
+    """Return (apex's function for the norm of a block, text for the log).
+
+    The function is None if the block uses torch's function.
+    """
     if not shape.fused_norm:
         return None, ""
     name = {"layernorm": "fused_layer_norm_affine", "rmsnorm": "fused_rms_norm_affine"}[shape.norm]

@@ -8,7 +8,7 @@ counted from the text's first token:
     a long text     a  b  c  d  e  f        position = column
     a short text    -  -  -  a  b  c        position = column - 3
 
-With a sliding window, columns that no later token sees are dropped. The others are "kept".
+With a sliding window, columns that no later token sees are dropped. All other columns are "kept".
 
 Legend: B texts, T new columns, S kept columns, H heads, K key heads, E head size.
 """
@@ -39,13 +39,16 @@ class LayerCache:
 
     @property
     def columns(self) -> int:
-        """The number of columns so far: padding, prompt and generated tokens, dropped ones too."""
+        """The number of columns so far: padding, prompt and generated tokens.
+
+        Dropped columns count, too.
+        """
         return self._first + self._count
 
     def positions(self, count: int) -> Tensor:
         """Return the positions of the next `count` tokens of each text, int64 [batch, count].
 
-        They are counted from the text's first token. Padding gets the position 0.
+        The positions of a text are counted from its first token. Padding gets the position 0.
         """
         column_T = torch.arange(count, device=self.padding_B.device) + self.columns
         return (column_T - self.padding_B[:, None]).clamp(min=0)
@@ -53,7 +56,7 @@ class LayerCache:
     def extend(
         self, k_BKTE: Tensor, v_BKTE: Tensor, decay_BHT: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None, int]:
-        """Add the keys and values of new tokens, and return all tensors that their attention needs.
+        """Add the keys and values of new tokens, and return the inputs of these tokens' attention.
 
         Args:
             k_BKTE, v_BKTE: The new keys and values [batch, key heads, new tokens, head size].
@@ -63,9 +66,9 @@ class LayerCache:
         Returns:
             (keys, values, decays, starts, offset). Keys and values are [batch, key heads, columns,
             head size]. A column is an index into the cached tokens, padding included. `decays`
-            are the sums of log-decays, or None without forget gates. For each column, `starts`
-            has the column at which its text starts, or 0 for padding; it is None without padding.
-            `offset` is the column of the first new token.
+            are the sums of log-decays, or None without forget gates. `starts` is None if no text
+            is padded. Otherwise, `starts` is [batch, columns]: for a token, the column at which
+            the token's text starts; for padding, 0. `offset` is the column of the first new token.
         """
         if decay_BHT is not None and self._count:
             decay_BHT = decay_BHT + self._buffers[2][:, :, self._count - 1, None]
@@ -80,7 +83,7 @@ class LayerCache:
         return k_BKSE, v_BKSE, decay[0] if decay else None, self._starts(), offset
 
     def _make_room(self, new: list[Tensor]) -> None:
-        """Allocate larger buffers, and copy into them what later queries still need."""
+        """Allocate larger buffers, and copy the columns that later queries need into them."""
         kept = self._count if self.window is None else min(self._count, self.window)
         begin, end = self._count - kept, self._count
         self._room = kept + max(SPARE, new[0].shape[2])

@@ -1,14 +1,15 @@
-"""Give the weights of a trained model to a model with other positional embeddings (a retrofit).
+"""Copy a trained model's weights into a model with other positional embeddings (a retrofit).
 
 Each term of a layer's embedding, such as `rotary` or `kerple_log`, is kept, added or dropped:
 
-    kept      the layer has the term before and after, with equal options: its weights are copied
-    added     its weights start as in a new model, or gently: so that the model changes little
+    kept      the layer has the term in both models, with equal options: its weights are copied
+    added     its weights start as in a new model or, if `gentle`, at values that change the
+              model little
     dropped   its weights are left out
 
 The weights of a term are columns of theta (the parameters of the distance kernels), the position
-table of `learned`, and the gates of `forget_gate`. If several layers share a column, it is kept if
-they shared it before.
+table of `learned`, and the gates of `forget_gate`. A column that several layers share is kept only
+if these layers shared one column in the old model.
 
 Legend: H heads, N columns of theta.
 """
@@ -45,7 +46,7 @@ def of_positions(name: str) -> bool:
 
 @dataclass(frozen=True)
 class ChangedPositions:
-    """The replacement of a trained model's positional embedding by another one.
+    """The replacement of a trained model's positional embedding by another embedding.
 
     Attributes:
         old: The embedding with which the weights were trained.
@@ -53,7 +54,8 @@ class ChangedPositions:
         num_layers: The number of layers of both models.
         length: The training length of the new model, in tokens.
         gentle: Whether added parameters start at values that change the model little.
-        given: The names of parameters whose start values the user has set. They keep these values.
+        given: The names of parameters whose start values the user has set. `gentle` does not change
+            these start values.
     """
 
     old: PositionalEmbedding
@@ -65,7 +67,7 @@ class ChangedPositions:
 
     @cached_property
     def kept(self) -> dict[int, int]:
-        """A dict from the index of each parameter that stays to its index in the old embedding."""
+        """A dict from the new index of each kept parameter to its index in the old embedding."""
         found: dict[int, set[int | None]] = {}
         for layer in range(self.num_layers):
             before = dict(_columns(self.old, layer))
@@ -82,12 +84,12 @@ class ChangedPositions:
         return [n for n in columns_of(self.new, trained=True) if n not in self.kept]
 
     def _gentle(self, n: int) -> float | None:
-        """Return the start value of an added parameter that changes the model little, or None."""
+        """Return a start value for added parameter `n` that changes the model little, or None."""
         column = self.new.parameters[n]
         return column.gentle if self.gentle and column.name not in self.given else None
 
     def lines(self) -> list[str]:
-        """Return lines for the log, which name the kept, added and dropped embeddings."""
+        """Return lines for the log that name the kept, added and dropped embeddings."""
         starts = [(self.new.parameters[n].name, self._gentle(n)) for n in self.added]
         texts = [name if start is None else f"{name} = {start:g}" for name, start in starts]
         columns = ", ".join(texts) if len(texts) <= MOST_COLUMNS else f"{len(texts)} columns"
@@ -100,8 +102,12 @@ class ChangedPositions:
         ]
 
     def _terms(self, one: PositionalEmbedding, other: PositionalEmbedding, shared: bool) -> str:
-        """Return the names of embeddings that two models share, or that only one has."""
-        # Of the embeddings in the layers of `one`. With `shared`, `other` has them, too.
+        """Return a text that names the embeddings of `one` that `other` also has, or does not have.
+
+        Args:
+            shared: True selects the embeddings that `other` also has.
+        """
+        # A layer of `one` is compared with the same layer of `other`.
         count = Counter(
             term.name
             for layer in range(self.num_layers)
@@ -116,7 +122,7 @@ class ChangedPositions:
     def set_columns(
         self, parameters: Mapping[str, nn.Parameter], values: Mapping[int, Tensor]
     ) -> None:
-        """Write values into columns of the new model's theta.
+        """Write values into columns of the new model's theta, its positional parameters.
 
         Args:
             parameters: The new model's parameters by name, or this rank's shards of them.

@@ -4,8 +4,9 @@ A document ends with the tokenizer's end-of-document token, which belongs to the
 ends. Sequences are cut from a long text, so their first and their last document may be incomplete.
 
 Positions may also be drawn at random (Ruoss et al. 2023, arXiv 2305.16843): in training, the T
-tokens of a sequence get a sorted random subset of 0 ... L - 1 as positions. A hash of the tokens
-draws them, so that they depend neither on the layout of the ranks nor on an interruption.
+tokens of a sequence get a sorted random subset of 0 ... L - 1 as positions. The random numbers are
+a hash of the tokens. Therefore, the positions do not depend on the layout of the ranks, and a
+resumed run draws the same positions.
 """
 
 from dataclasses import dataclass
@@ -17,12 +18,13 @@ from megatron.attention.call import document_starts
 
 @dataclass(frozen=True)
 class Documents:
-    """How sequences are divided into documents, and how positions are counted.
+    """The rules that divide sequences into documents and count positions.
 
     Attributes:
         end: The id of the end-of-document token. None means that tokens attend to all documents.
         restart_positions: Whether positions are counted from the start of each document.
-        drawn_from: The number of positions from which training draws random ones. 0 means none.
+        drawn_from: The number of positions from which training draws a random subset. 0 means that
+            positions are not random.
     """
 
     end: int | None
@@ -30,12 +32,15 @@ class Documents:
     drawn_from: int = 0
 
     def starts(self, tokens_BT: torch.Tensor, training: bool = False) -> torch.Tensor:
-        """Return the index of the first token of each token's document, int64 [batch, tokens]."""
+        """Return the index of the first token of each token's document, int64 [batch, tokens].
+
+        If `training` is true and positions are random, return each token's index minus its random
+        position instead.
+        """
         if self.end is not None:
             return document_starts(tokens_BT == self.end)
         if not training:
             return torch.zeros_like(tokens_BT)
-        # With random positions: each token's index minus its drawn position.
         return torch.arange(tokens_BT.shape[1], device=tokens_BT.device) - self._drawn(tokens_BT)
 
     def _drawn(self, tokens_BT: torch.Tensor) -> torch.Tensor:
@@ -55,8 +60,10 @@ class Documents:
         Return None if positions are counted from the start of the sequence.
 
         Args:
-            starts_BS: The index of the first token of each token's document, for full sequences.
-            positions_T: The tokens for which to return positions. None means all.
+            starts_BS: The index of the first token of each token's document, for all tokens of the
+                sequences, [batch, tokens].
+            positions_T: The indices of the tokens whose positions are returned. None means all
+                tokens.
         """
         if not (self.restart_positions or self.drawn_from):
             return None

@@ -21,10 +21,10 @@ from megatron.positional import PositionalEmbedding, PositionalError
 
 
 class EmbeddingLayer(StoredTheta):
-    """The first layer, which maps tokens [batch, positions] to a pair of tensors.
+    """The first layer, which maps tokens [batch, positions] to (hidden states, theta).
 
-    They are the hidden states [batch, positions, hidden size] and the positional embedding's
-    parameters [heads, parameters]. The parameters are None if there are none.
+    The hidden states are [batch, positions, hidden size]. Theta is the positional embedding's
+    parameters [heads, parameters], or None if the embedding has no parameters.
 
     Args:
         plan: The description of the model.

@@ -61,8 +61,8 @@ class GPT(nn.Module):
             tokens_BT: The token ids [batch, positions].
             targets_BT: The target ids. If given, the result is the loss of each target in nats. If
                 autograd is enabled, the loss includes the z-loss.
-            first: Logits before this position are left out. It must be 0 under sequence or context
-                parallelism.
+            first: The first position whose logits are returned. It must be 0 under sequence or
+                context parallelism.
         """
         length = tokens_BT.shape[1]
         self.embedding.require_positions(length)
@@ -100,7 +100,7 @@ class GPT(nn.Module):
     def extend(
         self, tokens_BT: torch.Tensor, cache: list[LayerCache], *, last_only: bool = True
     ) -> torch.Tensor:
-        """Add the next tokens of each text to the cache, and return their logits.
+        """Add the next tokens of each text to the cache, and return the logits of these tokens.
 
         Each text counts as one document. Every tensor-parallel rank must call this method. Sequence
         and context parallelism must be off.
@@ -109,7 +109,7 @@ class GPT(nn.Module):
             tokens_BT: The next tokens of each text. Shorter texts are padded at the start.
             cache: The cache of each layer, from `new_cache`.
             last_only: Whether to return only the logits of the last tokens [batch, vocabulary]. If
-                not, the result is [batch, positions, vocabulary].
+                false, the result is [batch, positions, vocabulary].
 
         Raises:
             PositionalError: A text is too long for the learned position vectors.
@@ -133,12 +133,15 @@ class GPT(nn.Module):
 
     @property
     def theta(self) -> nn.Parameter | None:
-        """The positional embedding's trained parameters [heads, parameters], or None."""
+        """The trained positional parameters with a value for each head [heads, parameters].
+
+        None if the positional embedding has no trained parameters.
+        """
         return self.embedding.theta
 
     @property
     def theta_parts(self) -> tuple[nn.Parameter, ...]:
-        """The positional embedding's trained parameters, as up to two tensors."""
+        """The positional embedding's trained parameters, in a tuple of at most two tensors."""
         # `theta` [H, parameters], then the parameters [1, parameters] that all heads share.
         return self.embedding.theta_parts
 

@@ -1,6 +1,6 @@
 """Divide the output of the projection `query_key_value` into heads.
 
-For each key head, the output holds the queries of its G query heads, then its key, then its value:
+For each key head, the output contains the queries of G query heads, then the key, then the value:
 [K, (q ... q k v), E]. With G = 1, this is the order of GPT-NeoX's checkpoints. Exports contain this
 file (see `megatron.hub.bundle`).
 
@@ -29,8 +29,10 @@ def by_key_heads(
         qkv_BTW: The output of the projection [batch, positions, key heads * (group + 2) * size].
         group: The number of query heads that share a key head.
         size: The head size.
-        norm: Normalises queries or keys [batch, positions, query heads, size]. May be None.
-        copies: The number of copies of each key head. With a norm, it is always `group`.
+        norm: A function that normalises queries or keys [batch, positions, query heads, size]. None
+            means no norm.
+        copies: The number of copies of each key head. If `norm` is given, this argument is ignored,
+            and the number of copies is `group`.
     """
     qkv = qkv_BTW.unflatten(-1, (-1, group + 2, size))
     copies = copies if norm is None else group  # as in gpt-neox
@@ -70,9 +72,13 @@ def normed_heads(
 
 
 def divide_heads(qkv_BKTW: Tensor, size: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Divide the result of `by_key_heads` into queries, keys and values.
+    """Divide the heads of the QKV projection into queries, keys and values.
 
     Return q [batch, query heads, positions, size], and k and v [batch, key heads, positions, size].
+
+    Args:
+        qkv_BKTW: The output of the projection, divided by `by_key_heads` into key heads.
+        size: The head size.
     """
     group = qkv_BKTW.shape[-1] // size - 2
     # divided before positions and heads change places: then autograd joins gradients with one copy

@@ -26,7 +26,8 @@ class Norm(nn.Module):
     Args:
         kind: One of `layernorm`, `rmsnorm`, `fused_rmsnorm` and `scalenorm`.
         dim: The size of a vector.
-        heads: The number of heads, if each head has its own weights. `scalenorm` has none.
+        heads: The number of heads with weights of their own. 1 means that all heads share the
+            weights. `scalenorm` ignores this argument.
     """
 
     def __init__(self, kind: str, dim: int, eps: float, heads: int = 1, numerics: Numerics = WIDE):
@@ -46,7 +47,7 @@ class Norm(nn.Module):
         return self.normed(x, *weights)
 
     def normed(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        """Return the layer's output for `x`, computed with the given weights instead of its own."""
+        """Return the layer's output for `x`, but with the given `weight` and `bias`."""
         kind, dim, eps = self.kind, self.dim, self.eps
         if bias is not None:
             if self.heads == 1:

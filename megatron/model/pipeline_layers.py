@@ -44,17 +44,16 @@ Flow = torch.Tensor | tuple[torch.Tensor, ...]
 
 
 def _parts(flow: Flow) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
-    """Divide what one pipeline layer passes to the next. Missing tensors become None."""
+    """Divide the output of a pipeline layer into (x, theta, starts); a missing tensor is None."""
     x, *others = flow if isinstance(flow, tuple) else (flow,)
     theta = next((each for each in others if each.is_floating_point()), None)
     starts = next((each for each in others if not each.is_floating_point()), None)
-    # Hidden states or token vectors, the positional embedding's parameters, and the position at
-    # which each token's document starts.
+    # `x` is hidden states or token vectors.
     return x, theta, starts
 
 
 def _flow(*parts: torch.Tensor | None) -> Flow:
-    """Return what one pipeline layer passes to the next, without the tensors that are None."""
+    """Combine `parts` into the output of a pipeline layer, without the parts that are None."""
     x, *others = (part for part in parts if part is not None)
     return (x, *others) if others else x
 
@@ -112,7 +111,7 @@ class PipeBlock(Block):
     Args:
         plan: The description of the model.
         index: The number of the layer, counted from 0.
-        fixed_HN: The positional embedding's parameters if none of them is trained, otherwise None.
+        fixed_HN: The positional embedding's parameters if no parameter is trained, otherwise None.
     """
 
     def __init__(self, plan: Plan, index: int, *, fixed_HN: torch.Tensor | None):
@@ -170,8 +169,8 @@ def pipeline_layers(plan: Plan) -> list[Layer]:
 def pipeline_loss(plan: Plan) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
     """Return the loss function of the last pipeline stage.
 
-    It maps logits [batch, positions, vocabulary] and targets [batch, positions] to the mean loss.
-    Under `torch.no_grad`, it returns the loss of each target instead.
+    The function maps logits [batch, positions, vocabulary] and targets [batch, positions] to the
+    mean loss. Under `torch.no_grad`, the function returns the loss of each target instead.
     """
     logits_tp = logits_group(plan)
 

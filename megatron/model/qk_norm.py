@@ -1,10 +1,11 @@
-"""Define the norms of queries and keys that have weights of their own.
+"""Define the norm of queries and the norm of keys for models in which these norms share no weights.
 
-    shared   q_h = norm(q_h) * w                 one w [E] for all heads, as in Qwen3
-    joined   (q_1 ... q_H) = norm(q_1 ... q_H) * w      w [H E], one root of all heads, as in OLMo 2
+    shared   q_h = norm(q_h) * w                     one w [E] for all heads, as in Qwen3
+    joined   (q_1 ... q_H) = norm(q_1 ... q_H) * w   w [H E], one vector of all heads, as in OLMo 2
 
-Keys have a norm of the same kind. Under tensor parallelism, the gradient of a shared w is summed
-over the ranks, which have different heads. A joined norm sums the squares over the ranks.
+Keys have a norm of the same kind, with another w. Under tensor parallelism, the gradient of a
+shared w is summed over the ranks, because the ranks have different heads. A joined norm sums the
+squares over the ranks.
 
 Legend: H heads, E head size.
 """
@@ -22,11 +23,11 @@ from megatron.parallel.sharding import Sharding, mark_sharding
 
 
 class OwnNorm(Norm):
-    """A norm of queries or of keys.
+    """A norm of queries or of keys, with weights of its own.
 
     Args:
         shape: The description of the transformer block.
-        heads: The number of this rank's heads.
+        heads: The number of this rank's query heads or key heads.
         tp: The tensor-parallel group.
     """
 

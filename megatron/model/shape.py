@@ -1,4 +1,4 @@
-"""Hold the values from which a model is built: its shape and its plan."""
+"""Define the values from which a model is built: its shape and its plan."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -20,24 +20,26 @@ class BlockShape:
         fused_norm: Whether layernorm and rmsnorm use apex's kernels if apex is installed.
         activation: One of `gelu`, `relu`, `softsign`, `swish` and `mish`. For a gated MLP, one of
             `geglu`, `swiglu`, `reglu`, `glu` and `bilinear`.
-        inner_size: The inner width of the MLP. None means 4 * hidden_size. For `geglu` it means
+        inner_size: The inner width of the MLP. None means 4 * hidden_size. For `geglu`, None means
             int(8/3 * hidden_size), as in KERPLE's published code.
         num_kv_heads: The number of key and value heads. None means one for each query head.
         head_dim: The head size. None means hidden_size / num_heads.
         qk_norm: Whether queries and keys are normalised.
-        qk_norm_kind: The weights of this norm. `by_head`: for each query head, the same for queries
-            and keys. `shared`: one vector for queries and one for keys. `joined`: as `shared`, but
-            the norm treats all heads as one vector.
-        output_gate: Whether attention's output is multiplied by a sigmoid gate of its input.
+        qk_norm_kind: The kind of weights of the norm of queries and keys. `by_head`: each query
+            head has its own weights, and queries and keys use the same weights. `shared`: all heads
+            share a weight vector for queries and another for keys. `joined`: the norm treats all
+            heads as one vector, with a weight vector for queries and another for keys.
+        output_gate: Whether the output of attention is multiplied by a sigmoid gate, which is
+            computed from the input of attention.
         attention_bias: Whether the linear layers of attention have a bias.
         qkv_bias: Whether queries, keys and values have a bias even without `attention_bias`.
         mlp_bias: Whether the linear layers of the MLP have a bias.
         gpt_j_tied: Whether attention and MLP share one norm. This requires `gpt_j_residual`.
-        output_norms: Whether norms are applied to the outputs of attention and MLP, not to their
+        output_norms: Whether norms are applied to the outputs of attention and MLP instead of the
             inputs.
         tanh_gelu: Whether to use the tanh approximation of gelu.
         rotary_pct: The fraction of each head's dimensions that a rotary embedding rotates.
-        numerics: Where the block rounds numbers.
+        numerics: The rules for rounding, such as the dtype of intermediate results.
     """
 
     hidden_size: int
@@ -97,8 +99,9 @@ class GPTShape:
         vocab_size: The padded vocabulary size.
         max_positions: The number of learned position vectors, if the model has any.
         tie_weights: Whether the output layer uses the matrix of the token embedding.
-        init_method: The name of the method that draws initial values.
-        output_init_method: The same for the layers that write to the residual stream.
+        init_method: The name of the method that draws the initial values of most layers.
+        output_init_method: The name of the method that draws the initial values of layers that
+            write to the residual stream.
         position_offset: The index of the learned position vector of position 0 (2 in OPT).
         checkpoint_activations: Whether to recompute each block in the backward pass.
         output_bias: Whether an untied output layer has a bias.
@@ -127,7 +130,7 @@ class LayerAttention:
     Attributes:
         pos: The layer's positional embedding.
         attend: The layer's attention function.
-        columns: Which of the positional embedding's parameters the layer uses.
+        columns: The slice of the positional embedding's parameters that the layer uses.
         window: The largest distance at which a query sees a key. None means any distance.
     """
 
@@ -147,9 +150,10 @@ class Plan:
         seed: The seed of the initial values.
         tp: The tensor-parallel group.
         cp: The context-parallel group.
-        theta_init: Start values of the positional embedding's parameters, by name. They are one
-            number for all heads, or one for each head.
-        theta_frozen: The names of those of its parameters that training does not change.
+        theta_init: Start values of the positional embedding's parameters, by name. A start value is
+            one number for all heads, or a number for each head.
+        theta_frozen: The names of the positional embedding's parameters that training does not
+            change.
         layers: The attention of each layer. Empty if all layers have the same attention.
         z_loss: The coefficient of the z-loss, the squared log-sum-exp of the logits.
         documents: How sequences are divided into documents. None if each sequence is one document.

@@ -3,7 +3,7 @@
 A distance kernel is a bias or factor in attention that depends only on the query-key distance. The
 first layer returns theta in at least fp32, and every block reads this returned tensor. Therefore
 autograd sums theta's gradient over the blocks in fp32. Under bf16 training the stored theta is
-bf16, and the optimizer holds an fp32 master copy of theta.
+bf16, and the optimizer stores an fp32 master copy of theta.
 
 Theta [heads, columns] is a table with one column for each parameter. The columns are stored in up
 to three tensors, by their kind:
@@ -42,7 +42,7 @@ _LAYER = re.compile(r"^layers\.(\d+)\.")
 
 
 def is_theta(name: str) -> bool:
-    """Return whether a tensor with this name has parameters of the positional embedding."""
+    """Return whether the tensor `name` contains trained parameters of the positional embedding."""
     return name.rpartition(".")[2] in ("theta", "shared_theta")
 
 
@@ -59,13 +59,13 @@ def initial_theta(plan: Plan) -> Tensor:
 
 
 def columns_of(pos: PositionalEmbedding, *, trained: bool, shared: bool | None = None) -> list[int]:
-    """Return the indices of those of the embedding's parameters that have some properties.
+    """Return the indices (columns of theta) of the parameters of `pos` that the arguments select.
 
     Args:
         pos: The positional embedding.
-        trained: True selects parameters that are trained, False parameters that are not.
-        shared: True selects parameters that all heads share, False those with a value for each
-            head. None selects both.
+        trained: True selects trained parameters. False selects parameters that are not trained.
+        shared: True selects parameters that all heads share. False selects parameters with a value
+            for each head. None selects parameters of both kinds.
     """
     return [
         n
@@ -75,10 +75,10 @@ def columns_of(pos: PositionalEmbedding, *, trained: bool, shared: bool | None =
 
 
 def divided_theta(pos: PositionalEmbedding, theta_HN: Tensor) -> dict[str, Tensor]:
-    """Return the embedding's trained parameters as checkpoints contain them, by tensor name.
+    """Divide the trained parameters of `pos` into the tensors of a checkpoint, by tensor name.
 
-    One tensor has the parameters with a value for each head. Another has those that all heads
-    share.
+    The tensor `embedding.theta` contains the parameters with a value for each head. The tensor
+    `embedding.shared_theta` contains the parameters that all heads share, if there are any.
     """
     own, shared = (columns_of(pos, trained=True, shared=which) for which in (False, True))
     # Empty if no parameter is trained.
@@ -87,11 +87,12 @@ def divided_theta(pos: PositionalEmbedding, theta_HN: Tensor) -> dict[str, Tenso
 
 
 def trained_theta(pos: PositionalEmbedding, parts: Sequence[Tensor]) -> Tensor:
-    """Return the embedding's trained parameters [heads, parameters] as one tensor.
+    """Merge the trained parameters of `pos` into one tensor [heads, parameters].
 
     Args:
         pos: The positional embedding.
-        parts: The tensors of a checkpoint, from `divided_theta`.
+        parts: The tensor of the parameters with a value for each head, then the tensor of the
+            parameters that all heads share, if there are any.
     """
     if len(parts) == 1:
         return parts[0]
@@ -101,17 +102,16 @@ def trained_theta(pos: PositionalEmbedding, parts: Sequence[Tensor]) -> Tensor:
 
 
 def _joined(parts: Sequence[Tensor], first: list[int], second: list[int]) -> Tensor:
-    """Merge two tensors of parameters; `first` and `second` are their columns in the result."""
-    # The index in theta of each column of the first tensor, and of the second.
+    """Merge two tensors whose columns have the indices `first` and `second` in theta."""
     order = [*first, *second]
     return torch.cat(tuple(parts), dim=1)[:, sorted(range(len(order)), key=order.__getitem__)]
 
 
 def named_theta(pos: PositionalEmbedding, theta_HN: Tensor) -> dict[str, Tensor]:
-    """Return the values of the embedding's trained parameters by name, as a run logs them.
+    """Return the values of the embedding's trained parameters by name, for the log.
 
-    The values are [heads], or [1] if all heads share the parameter. They are [layers, heads] if
-    each layer has its own.
+    The values of a parameter are [heads], or [1] if all heads share the parameter. If each layer
+    has a parameter with this name, the values are [layers, heads] or [layers, 1].
 
     Args:
         pos: The positional embedding.
@@ -139,11 +139,11 @@ def named_theta(pos: PositionalEmbedding, theta_HN: Tensor) -> dict[str, Tensor]
 class FixedTheta(nn.Module):
     """The positional embedding's parameters that are not trained, such as ALiBi's slopes.
 
-    They always stay fp32.
+    These parameters are always stored in fp32.
 
     Args:
         pos: The positional embedding.
-        theta_HN: All its initial parameters [heads, parameters], trained or not.
+        theta_HN: All initial parameters of `pos` [heads, parameters], trained or not.
     """
 
     value: Tensor
@@ -173,9 +173,11 @@ class StoredTheta(nn.Module):
 
     Attributes:
         theta: The trained parameters with a value for each head. None if no parameter is trained.
-        shared_theta: The trained parameters with one value for all heads. None if there are none.
-        fixed_theta: The parameters that are not trained. None if there are none.
-        frozen_N: True for each trained parameter that the user has frozen. None if there are none.
+        shared_theta: The trained parameters with one value for all heads. None if no trained
+            parameter has one value for all heads.
+        fixed_theta: The parameters that are not trained. None if there are no such parameters.
+        frozen_N: True for each trained parameter that the user has frozen. None if no parameter is
+            frozen.
     """
 
     frozen_N: Tensor | None
@@ -200,13 +202,13 @@ class StoredTheta(nn.Module):
 
     @property
     def theta_parts(self) -> tuple[nn.Parameter, ...]:
-        """The trained parameters, as up to two tensors."""
+        """The trained parameters, in a tuple of at most two tensors."""
         return tuple(part for part in (self.theta, self.shared_theta) if part is not None)
 
     def theta_in(self, dtype: torch.dtype) -> Tensor | None:
-        """Return all parameters [heads, parameters] in `dtype`, but at least in fp32.
+        """Return all positional parameters [heads, parameters] in `dtype`, but at least in fp32.
 
-        Return None if there are none.
+        Return None if the positional embedding has no parameters.
         """
         wide = torch.promote_types(dtype, torch.float32)
         if self.theta is None:

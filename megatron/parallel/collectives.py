@@ -83,8 +83,9 @@ def _collective(
     """Return a collective that is differentiable in a tensor x.
 
     Args:
-        forward: Computes the result from (x, group, *dimensions).
-        backward: Computes the gradient of x from (gradient of the result, group, *dimensions).
+        forward: The function that computes the result from (x, group, *dimensions).
+        backward: The function that computes the gradient of x from (gradient of the result, group,
+            *dimensions).
     """
 
     class Collective(Function):
@@ -129,13 +130,14 @@ _all_to_all = _collective(_exchange, _exchange_back)
 
 
 def all_to_all(x: Tensor, tp: TensorGroup, *, split: int, join: int) -> Tensor:
-    """Exchange a dimension that is split over the ranks (as in Ulysses, arXiv 2309.14509).
+    """Exchange which dimension is split over the ranks (as in Ulysses, arXiv 2309.14509).
 
     Args:
-        x: This rank's slice along `join`, with all of `split`.
+        x: A tensor with this rank's slice of the dimension `join`, and all of the dimension
+            `split`.
         tp: The group of ranks.
-        split: The dimension of which each rank gets a slice.
-        join: The dimension of which each rank gets all slices.
+        split: The dimension of which the result has only this rank's slice.
+        join: The dimension of which the result has all slices.
     """
     return _all_to_all(x, tp, split, join)
 

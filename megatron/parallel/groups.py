@@ -6,8 +6,8 @@ topology. Tensor-parallel ranks are innermost:
     rank = ((pipe_rank * data_size + data_rank) * context_size + context_rank) * model_size
            + model_rank
 
-Data-parallel ranks read different samples. The ranks of a context group hold different positions of
-the same sample. Data-parallel and context-parallel ranks hold replicas of the same weights, and the
+Data-parallel ranks read different samples. The ranks of a context group process different positions
+of the same sample. Data-parallel and context-parallel ranks have replicas of the same weights. The
 engine averages the gradients over these replicas.
 """
 
@@ -135,7 +135,7 @@ class Groups:
         )
 
     def _group_along(self, ranks: np.ndarray, *axes: int) -> dist.ProcessGroup:
-        """Create groups of ranks that differ only along some axes, and return this rank's."""
+        """Create groups of ranks that differ only along some axes, and return this rank's group."""
         # The axes of `ranks` are pipe, data, context, model.
         last = range(ranks.ndim - len(axes), ranks.ndim)
         size = math.prod(ranks.shape[axis] for axis in axes)

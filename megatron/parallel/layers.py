@@ -9,8 +9,8 @@ Shoeybi et al. 2019 (Megatron-LM):
 The index r counts the ranks of the group. Under sequence parallelism, each rank passes only its own
 positions to ColumnLinear, and RowLinear and VocabEmbedding return only these positions. In a group
 of one rank, each layer computes the same as torch's layer. Weights are created uninitialised. The
-model then draws each full tensor with a seed made of the parameter's name, and each rank keeps its
-slice.
+model then draws each full parameter, with a seed that depends on the parameter's name. Each rank
+stores only its slice.
 """
 
 import torch
@@ -40,7 +40,7 @@ class ColumnLinear(nn.Linear):
         tp: The tensor-parallel group.
         blocks: The number of tensors that are stacked in the output and sharded separately. It is 2
             for the value and the gate of a gated MLP.
-        numerics: Where the layer rounds numbers.
+        numerics: The rules by which the layer rounds numbers.
     """
 
     def __init__(
@@ -64,8 +64,9 @@ class RowLinear(nn.Linear):
         in_features: The full number of input features.
         out_features: The full number of output features.
         tp: The tensor-parallel group.
-        scatter: Whether the input is the full [..., in_features], which the layer slices itself.
-        numerics: Where the layer rounds numbers.
+        scatter: Whether the input has all features, [..., in_features]. The layer then slices the
+            input itself.
+        numerics: The rules by which the layer rounds numbers.
     """
 
     def __init__(
@@ -82,7 +83,7 @@ class RowLinear(nn.Linear):
 
         Args:
             x: This rank's slice of the input features.
-            partial: Whether to leave the sum over the ranks to the caller.
+            partial: Whether to return this rank's output without the sum over the ranks.
         """
         if self.scatter:
             x = gather_from(x, self.tp, 1) if self.tp.splits_sequence else x
@@ -122,8 +123,8 @@ class VocabEmbedding(nn.Embedding):
 class HiddenDropout(nn.Dropout):
     """Dropout of hidden states under tensor and sequence parallelism.
 
-    Ranks draw the same mask if they have the same hidden states. Under sequence parallelism, they
-    have different ones.
+    Ranks with the same hidden states draw the same dropout mask. Under sequence parallelism, the
+    ranks have different hidden states, and draw different masks.
     """
 
     def __init__(self, p: float, tp: TensorGroup = ALONE):

@@ -35,7 +35,8 @@ def inputs_and_targets(tokens_BS: torch.Tensor) -> tuple[torch.Tensor, torch.Ten
     """Split sequences of S tokens into inputs and targets, both [batch, S - 1].
 
     Args:
-        tokens_BS: int64 token ids [batch, S]. A negative number ~id is an input, but not a target.
+        tokens_BS: int64 token ids [batch, S]. A negative number ~id stands for the token `id`,
+            which is then an input, but not a target.
     """
     inputs_BT = tokens_BS[:, :-1]
     return torch.where(inputs_BT < 0, ~inputs_BT, inputs_BT), tokens_BS[:, 1:].clamp(min=UNCOUNTED)
@@ -58,7 +59,8 @@ def losses_in_pieces(
     """Return the loss of each target in nats, [batch, positions], computed piece by piece.
 
     Args:
-        logits_of: Maps hidden states of some positions to logits. It must not draw random numbers.
+        logits_of: A function from the hidden states of some positions to their logits. It must not
+            draw random numbers.
         x_BTD: The hidden states of this rank's positions.
         targets_BT: int64 ids of the full vocabulary, or `UNCOUNTED` for a target without loss.
         vocab_size: The padded vocabulary size.
@@ -124,7 +126,8 @@ def mean_loss(
     Args:
         losses_BT: The loss of each target [batch, positions].
         targets_BT: The targets. `UNCOUNTED` marks those that do not count.
-        divisor: Divides the sum of the losses. None means the number of targets that count.
+        divisor: The number by which the sum of the losses is divided. None means the number of
+            targets that count.
     """
     counted = (targets_BT != UNCOUNTED).sum().clamp(min=1) if divisor is None else divisor
     return losses_BT.sum() / counted

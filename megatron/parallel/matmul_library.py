@@ -1,9 +1,9 @@
 """Multiply by a weight matrix with the faster of torch's two libraries for a CPU.
 
 torch computes fp32 products on a CPU with MKL, and convolutions with oneDNN. On AMD processors, MKL
-does not use AVX-512. On such processors this module computes a product as a 1 x 1 convolution,
-which takes half the time (`benchmarks/host/linear_time.py`). Generation has few rows and needs no
-gradients, so it uses oneDNN's own product. Both libraries compute in fp32.
+does not use AVX-512. On such processors this module computes a product as a 1 x 1 convolution. This
+takes half the time (`benchmarks/host/linear_time.py`). In generation, x has few rows and needs no
+gradients. There, this module uses oneDNN's own matrix product. Both libraries compute in fp32.
 """
 
 from pathlib import Path
@@ -25,7 +25,8 @@ def linear(
     """Return x @ weight.T + bias, [..., out], for x [..., in] and weight [out, in].
 
     Args:
-        numerics: Whether the product is rounded before the bias is added.
+        numerics: The rules for rounding. They decide whether the product is rounded before the bias
+            is added.
     """
     if numerics.published and bias is not None:
         return linear(x, weight) + bias  # the product is rounded before
@@ -46,7 +47,8 @@ def prefers_onednn(processors: Path = Path("/proc/cpuinfo")) -> bool:
     """Return whether the CPU multiplies matrices faster with oneDNN than with MKL.
 
     Args:
-        processors: The file in which Linux describes the processors. Other systems do not have it.
+        processors: The file in which Linux describes the processors. Other systems do not have this
+            file.
     """
     return (
         torch.backends.mkldnn.is_available()

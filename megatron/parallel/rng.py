@@ -2,12 +2,13 @@
 
 Initial values come from a generator that depends only on the seed and the parameter's name, so they
 do not depend on the parallel layout. Dropout masks come from torch's global generators. Their seed
-is a hash of the run's seed and the rank's stream. (With the sum of both, rank 1 of one run would
-draw the masks of rank 0 of the run with the next seed.) The state of these generators is saved in
-the checkpoint for each rank. Tensor-parallel ranks hold the same hidden states and must draw the
-same dropout masks for them, so their global generators must stay in the same state. Random numbers
-that should differ between these ranks come from a separate stream of each rank (`rank_dropout`). An
-example is the dropout of attention heads, because each rank has different heads.
+is a hash of the run's seed and the rank's stream. (A sum of the run's seed and the rank would be
+worse: rank 1 of one run would draw the masks of rank 0 of the run with the next seed.) The state of
+these generators is saved in the checkpoint for each rank. Tensor-parallel ranks have the same
+hidden states, and must draw the same dropout masks for these hidden states. Therefore the global
+generators of these ranks must be in the same state at all times. Random numbers that should differ
+between these ranks come from a separate stream of each rank (`rank_dropout`). For example, each
+rank has different attention heads, and uses its own stream for their dropout.
 """
 
 import hashlib
@@ -45,7 +46,10 @@ def rng_state() -> dict[str, torch.Tensor]:
 
 
 def set_rng_state(state: dict[str, torch.Tensor]) -> None:
-    """Restore what `rng_state` returned. The state of `cuda` is ignored without CUDA."""
+    """Set the states of this rank's global random generators.
+
+    `state` has the keys `cpu` and, optionally, `cuda`. Without CUDA, `cuda` is ignored.
+    """
     torch.set_rng_state(state["cpu"].cpu())
     if "cuda" in state and torch.cuda.is_available():
         torch.cuda.set_rng_state(state["cuda"].cpu())

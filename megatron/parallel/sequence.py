@@ -19,7 +19,8 @@ class SequenceSplit:
 
     Attributes:
         cp: The context-parallel group, which splits each sequence into equal slices.
-        tp: The tensor-parallel group. Under sequence parallelism, it splits each slice further.
+        tp: The tensor-parallel group. Under sequence parallelism, it splits each context slice
+            further.
     """
 
     tp: TensorGroup = ALONE
@@ -27,12 +28,12 @@ class SequenceSplit:
 
     @property
     def tp_slices(self) -> int:
-        """The number of slices into which the tensor-parallel group splits a sequence."""
+        """The number of slices into which the tensor-parallel group splits a context slice."""
         return self.tp.size if self.tp.splits_sequence else 1
 
     @property
     def slices(self) -> int:
-        """The number of slices into which each sequence is split."""
+        """The number of slices into which both groups together split each sequence."""
         return self.cp.size * self.tp_slices
 
     def padded(self, tokens_BT: torch.Tensor) -> torch.Tensor:
@@ -40,7 +41,7 @@ class SequenceSplit:
         return F.pad(tokens_BT, (0, -tokens_BT.shape[1] % self.slices))
 
     def context_slice(self, tokens_BT: torch.Tensor) -> torch.Tensor:
-        """Return this rank's slice of the sequences for context parallelism, padded."""
+        """Return this rank's context slice of the sequences. Sequences are first padded."""
         return self.padded(tokens_BT).chunk(self.cp.size, 1)[self.cp.rank]
 
     def positions(self, length: int, device: torch.device) -> torch.Tensor:

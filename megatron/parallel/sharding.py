@@ -68,19 +68,24 @@ def mark_fused(param: Tensor, rows: tuple[int, ...]) -> None:
     """Record on a parameter that its rows belong to several matrices, such as queries and keys.
 
     Args:
-        rows: The number of rows of each matrix within one period. For example, (4, 2) means 4 rows
-            of the first matrix, then 2 of the second, and so on.
+        rows: The number of rows of each matrix in one period. For example, (4, 2) means 4 rows of
+            the first matrix, then 2 rows of the second matrix, then 4 rows of the first matrix
+            again, and so on.
     """
     param.fused_rows = rows  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def fused_rows(param: Tensor) -> tuple[int, ...]:
-    """Return what `mark_fused` recorded, or (number of rows,) if the parameter is one matrix."""
+    """Return the number of rows of each matrix that is stacked in `param`.
+
+    If the rows of the matrices alternate, the numbers are those of one period. A parameter that is
+    a single matrix has one entry, its number of rows.
+    """
     return getattr(param, "fused_rows", (len(param),))
 
 
 def sharding_of(param: Tensor) -> Sharding | None:
-    """Return the parameter's `Sharding`, or None if every rank holds the full parameter."""
+    """Return the parameter's `Sharding`, or None if every rank has the full parameter."""
     return getattr(param, "sharding", None)
 
 

@@ -35,7 +35,7 @@ class LiveBytes(TorchDispatchMode):
         self._alive: dict[int, weakref.ref] = {}
 
     def restart(self) -> int:
-        """Return the peak, and start a new peak from the present bytes."""
+        """Return `peak`, and set it to the bytes of the tensors that exist now."""
         peak, self.peak = self.peak, self.now
         return peak
 

@@ -1,18 +1,18 @@
-"""Compute the memory of one rank: what DeepSpeed allocates, and what the model also needs.
+"""Compute the memory that one rank needs, for DeepSpeed's buffers and for the model's tensors.
 
     ZeRO     weights                     optimizer    gradients    in the optimizer's step
     0        b N                         8 N, 12 N    b N          4 N, 6 N
     1        b N                         12 N / D     b N          8 N / D
     2        b N                         12 N / D     b N / D      8 N / D
-    3        b N / D and gathered ones   12 N / D     b N / D      8 N / D
+    3        b N / D, gathered weights   12 N / D     b N / D      8 N / D
 
 Where there are two values, the first is for fp32 and the second for 16 bits. The optimizer is Adam,
 with fp32 weights and two averages of 4 bytes per parameter. Muon has one average for the matrices
-of the blocks, and gathers their updates from all ranks. To add gradients over ranks, stage 0 copies
-them. The other stages use a bucket of `reduce_bucket_size` numbers, or of N if N is smaller. With
-`overlap_comm`, stages 1 and 2 have two buckets. If 16-bit gradients are accumulated in fp32, stage
-1 holds 4 N bytes more. `benchmarks/plan_memory.py` compares these numbers with what DeepSpeed
-0.19 allocates.
+of the blocks, and gathers the updates of these matrices from all ranks. To sum gradients over
+ranks, stage 0 copies the gradients. The other stages use a bucket of `reduce_bucket_size` numbers,
+or of N if N is smaller. With `overlap_comm`, stages 1 and 2 have two buckets. If 16-bit gradients
+are accumulated in fp32, stage 1 needs 4 N bytes more. `benchmarks/plan_memory.py` compares these
+numbers with what DeepSpeed 0.19 allocates.
 
 Legend: N parameters of this rank, D replicas of its weights (data- times context-parallel ranks), b
 bytes of a number in the training precision.
@@ -46,7 +46,7 @@ holds other temporary tensors, such as logits and the gradients of activations."
 
 
 def peak_of(config: Config, vocab_size: int, device_type: str = "cuda") -> tuple[Step, Memory]:
-    """Find the rank that needs the most memory; describe its training step and its peak memory.
+    """Return the training step and the peak memory of the rank that needs the most memory.
 
     Only the first and the last pipeline stage are compared.
 
@@ -55,8 +55,8 @@ def peak_of(config: Config, vocab_size: int, device_type: str = "cuda") -> tuple
         device_type: "cuda" or "cpu", which decides the attention backend.
 
     Returns:
-        (step, memory), where `step` describes a training step of that rank, and `memory` maps each
-        kind of memory to its bytes at the peak.
+        (step, memory). `step` describes a training step of this rank. `memory` maps each kind of
+        memory to its bytes at the peak.
     """
     stages = {0, config.parallel.pipe_parallel_size - 1}
     steps = [measured_step(config, vocab_size, stage, device_type) for stage in stages]

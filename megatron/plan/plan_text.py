@@ -39,8 +39,10 @@ def plan_text(
         efficiency: The fraction of the GPU's peak rate that the run reaches (MFU), above 0 and at
             most 1, or None to estimate the time from the layout.
         price: The price of one hour of one GPU, or None.
-        per_node, network: The GPUs of a machine and its network in Gbit/s (None: by `gpus.GPUS`).
-        search: Whether to list the fastest layouts that fit, even if this one fits.
+        per_node: The number of GPUs in a machine.
+        network: The network bandwidth of each machine in Gbit/s. None means the value in
+            `gpus.GPUS`.
+        search: Whether to list the fastest layouts that fit, even if the config's layout fits.
 
     Raises:
         StartError: The GPU is unknown, or cannot compute in the config's precision.
@@ -89,7 +91,7 @@ def _vocabulary(config: Config) -> tuple[int, list[str]]:
 
 
 def _remarks(config: Config, per_node: int) -> list[str]:
-    """Return a warning about the layout, and what the plan assumes."""
+    """Return lines for the plan: a warning about the layout, and the plan's assumptions."""
     p, found = config.parallel, []
     if p.world_size > per_node and per_node % p.model_parallel_size:
         crosses = f"tensor parallelism of {p.model_parallel_size} crosses machines of {per_node}"
@@ -119,7 +121,8 @@ def _time_lines(
     Args:
         flop: The floating-point operations of one token.
         peak: The peak TFLOP/s of each GPU.
-        efficiency: The part of the peak that each GPU reaches, or None to take `time`.
+        efficiency: The fraction of the peak rate that each GPU reaches. None means that `time` is
+            used instead.
         time: The estimated time of a step.
         price: The price of one hour of one GPU, or None.
     """

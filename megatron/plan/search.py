@@ -1,7 +1,7 @@
-"""Search the layouts and micro-batches with which a run fits on its GPUs and takes the least time.
+"""Search for the layouts and micro-batches with which a run fits on its GPUs and is fastest.
 
-All candidates are sketched first: `sketched` gives the size, memory and communication of a rank by
-formulas. The fastest that may fit are then planned exactly, one after the other.
+First, `sketched` estimates the size, memory and communication of a rank by formulas, for all
+candidates. Then the fastest candidates that may fit are planned exactly, one after the other.
 """
 
 from collections.abc import Callable, Iterator
@@ -39,7 +39,7 @@ def best_layouts(
     usable: float,
     vocab_size: int,
 ) -> Iterator[str]:
-    """Yield two lines for each of the best layouts that fit, the fastest first.
+    """Yield two lines of text for each of the best layouts that fit, the fastest layout first.
 
     Args:
         load: A function from overrides to the changed config.
@@ -75,7 +75,10 @@ def best_layouts(
 def _candidates(
     load: Callable[..., Config], cluster: Cluster
 ) -> Iterator[tuple[list[str], Config]]:
-    """Yield overrides and their config, with the config's `train_batch_size`."""
+    """Yield each candidate: a list of config overrides, and the config with these overrides.
+
+    All candidates have the `train_batch_size` of the original config.
+    """
     size, powers = load().batch.train_batch_size, [2**i for i in range(5)]
     widths = [tensor for tensor in powers if cluster.per_node % tensor == 0]
     for *layout, micro, recomputes in product(widths, powers, (1, 2, 3), powers, (False, True)):
@@ -88,10 +91,14 @@ def _candidates(
 
 
 def sketched(config: Config, shape: GPTShape) -> Step:
-    """Return a step by formulas: within some tens of percent of `measured_step`, in microseconds.
+    """Estimate a training step of one rank by formulas, without building the model.
 
-    The inputs and outputs of all products are kept, without recomputation. Tensor parallelism adds
-    up hidden states four times for each block, and a fifth time with recomputation.
+    The result differs from that of `measured_step` by some tens of percent, but needs only
+    microseconds.
+
+    Without recomputation, the inputs and outputs of all products are stored. Tensor parallelism
+    sums hidden states over its ranks four times for each block, and a fifth time with
+    recomputation.
     """
     p, m, block, b = config.parallel, config.model, shape.block, config.batch
     h, tp, stages = block.hidden_size, p.model_parallel_size, p.pipe_parallel_size

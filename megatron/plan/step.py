@@ -1,8 +1,8 @@
 """Compute the memory and communication of one training step, from the model itself.
 
 One rank's part of the model is built on the meta device, where tensors have no values. It trains
-there by DeepSpeed's own schedule, with collectives that do nothing. So autograd keeps the same
-tensors as in the real step, and no table of sizes can become outdated.
+there by DeepSpeed's own schedule, with collectives that do nothing. So autograd stores the same
+tensors as in the real step. There is no table of sizes that could become outdated.
 """
 
 from collections.abc import Callable, Sequence
@@ -68,8 +68,8 @@ class Step:
             parameter elements with a complete gradient. `bytes` is the peak size of all tensors
             since the previous pair, without weights and gradients.
         left: The bytes of activations that still exist when the optimizer takes its step.
-        sent: Maps the name of a process group, such as `tensor`, to the bytes that this rank sends
-            in the group per micro-batch.
+        sent: A dict from the name of a process group, such as `tensor`, to the bytes that this rank
+            sends in the group per micro-batch.
         launches: The number of operations of a micro-batch that the CPU launches on a GPU.
     """
 

@@ -4,21 +4,23 @@ A pass of a rank over a micro-batch multiplies matrices: inputs [M, K] with weig
 M tokens of the rank. A product takes
 
     2 M K N / (e P)                  the operations
-    + M (K + N) b a / B              its input and output, and what else is done with them
-    + K N b / B                      its weights; twice in the backward pass, and their sums thrice
-    + t S K / (e P)                  half of a wave of tiles, which on average fills no GPU
+    + M (K + N) b a / B              its input and output, and other operations on them
+    + K N b / B                      its weights (backward: twice, and their gradient three times)
+    + t S K / (e P)                  half a wave of tiles, because the last wave is often not full
 
 and attention, 4 M H E k / (e P). The backward pass takes twice the operations and the memory
-traffic of the forward pass. Blocks that are computed again take another forward pass. A stage waits
-for the CPU if launching all operations of a micro-batch takes longer than computing them.
+traffic of the forward pass. Blocks that are computed again in the backward pass need another
+forward pass. A stage waits for the CPU if launching all operations of a micro-batch takes longer
+than computing them.
 
 With m micro-batches on p stages (1F1B), the slowest stage computes m times and waits p - 1 times.
-Tensor-, context- and pipeline-parallel communication stops the computation. Gradients (and with
-ZeRO-3, weights) are sent beside it if `overlap_comm` is on, which is ZeRO-3's default.
+Tensor-, context- and pipeline-parallel communication stops the computation. If `overlap_comm` is on
+(the default of ZeRO-3), gradients are sent during the computation. With ZeRO-3, weights are also
+sent during the computation.
 
-Legend: e part of the peak rate P that large products reach, b bytes of a number, a how often each
-number is moved, B memory bandwidth, t operations of a tile for each K, S multiprocessors, H heads
-of size E, k keys that a query sees.
+Legend: e fraction of the peak rate P that large products reach, b bytes of a number, a how many
+times each number is moved, B memory bandwidth, t operations of a tile for each unit of K, S
+multiprocessors, H heads of size E, k keys that a query sees.
 
 `Rates` are calibrated on published runs; docs/lab/published_runs.md has all runs and errors.
 """
@@ -46,15 +48,19 @@ OPTIMIZER_BYTES = 28
 
 @dataclass(frozen=True)
 class Rates:
-    """What runs reach of the data sheets' values, calibrated by `benchmarks/plan/plan_time.py`.
+    """The fractions of the data sheets' rates that real runs reach, and other calibrated numbers.
+
+    `benchmarks/plan/plan_time.py` calibrates all of these numbers.
 
     Attributes:
-        products: The part of the peak rate in large products, on GPUs of less than 500 TFLOP/s.
-        fast_products: The same for faster GPUs (Hopper, Blackwell), which their power limits.
-        moves: How often a pass moves the inputs and outputs of the products.
-        link: The part of the bandwidth between the GPUs of a machine.
-        network: The part of the bandwidth between machines.
-        hides: The part of the communication beside the computation that costs no time.
+        products: The fraction of the peak rate that large products reach, on GPUs of less than 500
+            TFLOP/s.
+        fast_products: The same fraction on faster GPUs (Hopper, Blackwell). The power limit of
+            these GPUs slows large products.
+        moves: The number of times that a pass moves the inputs and outputs of the products.
+        link: The fraction of the bandwidth between the GPUs of a machine that runs reach.
+        network: The fraction of the bandwidth between machines that runs reach.
+        hides: The fraction of the communication during computation that costs no additional time.
         interval: The 10% and 90% quantiles of measured / planned time, on the same runs.
     """
 
@@ -72,20 +78,26 @@ CALIBRATED = Rates()
 
 @dataclass(frozen=True)
 class Cluster:
-    """GPUs in machines of `per_node` GPUs, which a network of `network` Gbit/s each connects."""
+    """GPUs in machines, and the network between the machines.
+
+    Attributes:
+        gpu: The kind of the GPUs.
+        per_node: The number of GPUs in each machine.
+        network: The network bandwidth of each machine, in Gbit/s.
+    """
 
     gpu: Gpu
     per_node: int
     network: float
 
     def seconds(self, sent: float, size: int, stride: int, world: int, rates: Rates) -> float:
-        """Return the seconds in which each rank of a group sends `sent` bytes.
+        """Return the seconds that each rank of a group needs to send `sent` bytes.
 
-        All groups of this kind send at the same time, and share the network of their machines.
+        All groups of the same kind send at the same time, and share the network of their machines.
 
         Args:
             size: The number of ranks of the group.
-            stride: The distance between neighbours of the group, in ranks.
+            stride: The difference between the numbers of neighbouring ranks of the group.
             world: The number of all ranks.
         """
         node = min(self.per_node, world)
@@ -98,14 +110,14 @@ class Cluster:
 
 @dataclass(frozen=True)
 class StepTime:
-    """The seconds of a training step, by what the slowest rank does.
+    """The time of a training step in seconds, split by what the slowest rank does.
 
     Attributes:
-        compute: Computing, or waiting for the CPU that launches the operations.
-        bubble: Waiting for other stages.
-        exposed: Communication during which nothing is computed.
-        hidden: Communication beside the computation. It is not a part of `total`.
-        optimizer: The optimizer's step.
+        compute: The time of computing, or of waiting for the CPU that launches the operations.
+        bubble: The time of waiting for other pipeline stages.
+        exposed: The time of communication during which nothing is computed.
+        hidden: The time of communication during computation. It is not a part of `total`.
+        optimizer: The time of the optimizer's step.
     """
 
     compute: float
@@ -131,7 +143,10 @@ def sent_per_step(config: Config, step: Step) -> dict[str, float]:
 
 
 def _data_bytes(config: Config, size: int) -> tuple[float, float]:
-    """Return the bytes that a rank sends for `size` parameters (beside, after) backward passes."""
+    """Return the bytes that a rank sends during and after the backward passes, as a pair.
+
+    `size` is the number of the rank's parameters.
+    """
     p, several = config.parallel, config.batch.gradient_accumulation_steps
     replicas = p.data_parallel_size * p.context_parallel_size
     half = size * DTYPES[config.training.precision].itemsize * (replicas - 1) / replicas
@@ -155,7 +170,7 @@ def step_time(
         step: A training step of the first or the last pipeline stage.
         shape: The shape of the model.
         keys: The mean number of keys that a query sees.
-        cluster: The GPUs and how they are connected.
+        cluster: The GPUs and the network that connects them.
     """
     p, several, gpu = config.parallel, config.batch.gradient_accumulation_steps, cluster.gpu
     stages, replicas = p.pipe_parallel_size, p.data_parallel_size * p.context_parallel_size
@@ -190,7 +205,7 @@ def step_time(
 
 
 def _micro_batch(config: Config, shape: GPTShape, keys: float, gpu: Gpu, rates: Rates) -> float:
-    """Return the seconds in which the slowest stage computes a micro-batch."""
+    """Return the seconds that the slowest stage needs to compute a micro-batch."""
     p, m, block = config.parallel, config.model, shape.block
     tp, h, heads = p.model_parallel_size, block.hidden_size, block.num_heads * block.head_size
     tokens = config.batch.train_micro_batch_size_per_gpu * m.seq_length / p.context_parallel_size

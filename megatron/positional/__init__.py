@@ -48,7 +48,7 @@ def load(name: str, *, numerics: Numerics = WIDE, **options: Any) -> PositionalE
     Args:
         name: The name of an embedding, or of several embeddings that act together, such as `rotary
             + kerple_log`. The released code's names also work, such as `kerple_power_ap_`.
-        numerics: Where the embedding rounds numbers.
+        numerics: The rules by which the embedding rounds numbers.
         options: The embedding's options. For several embeddings, the options by name, such as
             `rotary={"factor": 2.0}`.
 

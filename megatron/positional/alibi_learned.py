@@ -1,10 +1,10 @@
 """Define ALiBi with learned slopes, b_h(d) = -m_h d with m_h >= 0.
 
-Press, Smith, Lewis, ICLR 2022 (arXiv 2108.12409) fix the slopes. Here each slope starts at ALiBi's
-and is trained. The bias is conditionally positive definite for m_h >= 0. With m_h = 0 the head sees
-no positions. The slope's gradient is not 0 even then, so training can raise the slope again. Adam
-changes every slope by about the learning rate in each step. So small slopes (from 2^-8) change much
-faster, relative to their size, than large ones.
+Press, Smith, Lewis, ICLR 2022 (arXiv 2108.12409) fix the slopes. Here the slopes are trained, and
+ALiBi's slopes are the initial values. The bias is conditionally positive definite for m_h >= 0.
+With m_h = 0 the head sees no positions. The slope's gradient is not 0 even then, so training can
+raise the slope again. Adam changes every slope by about the learning rate in each step. So small
+slopes (from 2^-8) change much faster, relative to their size, than large ones.
 """
 
 from megatron.positional.alibi import Alibi

@@ -1,10 +1,11 @@
 """Define BAM's generalized Gaussian bias, b_h(d) = -exp(alpha) (|d + mu| + eps)^beta.
 
 Bianchessi, Aguirre, Barros, Kupssinsku 2025 (arXiv 2505.22842). The formula is that of the authors'
-code: eps is 1e-5, and the location mu = exp(theta_mu) - exp(-theta_mu) is the distance, in the
-direction of later keys, at which the bias turns. (With mu < 0 the preferred key lies -mu before the
-query.) beta < 0 suppresses near keys, beta = 0 is no bias at all, and beta = 1 is ALiBi with a
-learned slope. For BAM-SSMax, combine it with `log_n` and its option `temper_bias`.
+code: eps is 1e-5, and the location mu is exp(theta_mu) - exp(-theta_mu). The bias turns at the
+distance d = -mu. (With mu < 0 and beta > 0, this is the distance of the key that the head prefers.)
+With mu = 0, beta < 0 suppresses near keys, beta = 0 has the same effect as no bias, and beta = 1 is
+ALiBi with a learned slope. For BAM-SSMax, combine this embedding with `log_n`, and set the option
+`temper_bias` of `log_n`.
 """
 
 import torch

@@ -23,8 +23,8 @@ If the temperature sets `tempers_bias`, it multiplies b, too. The bias is added 
 1/sqrt(head size) scaling, as in the released KERPLE code and checkpoints. (Eq. 1 of the paper,
 arXiv 2205.09921, adds the bias before the scaling.)
 
-Legend: H heads, N columns of theta, `d` a tensor of any shape that holds distances >= 0. A formula
-gets `d` in theta's dtype, at least in fp32.
+Legend: H heads, N columns of theta, `d` a tensor of distances >= 0, of any shape. A formula gets
+`d` in theta's dtype, at least in fp32.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class PositionalEmbedding(FixedValue):
     formulas, which never clamp the parameters.
 
     Attributes:
-        numerics: Where the embedding rounds numbers.
+        numerics: The rules by which the embedding rounds numbers.
     """
 
     kind: ClassVar[Kind] = "none"
@@ -97,7 +97,7 @@ class PositionalEmbedding(FixedValue):
 
     @property
     def terms(self) -> tuple[PositionalEmbedding, ...]:
-        """The embeddings that act together in this one, or only itself."""
+        """The embeddings that are combined in this object. For a single embedding, only itself."""
         return self._terms or (self,)
 
     def has(self, kind: Kind) -> bool:
@@ -110,7 +110,7 @@ class PositionalEmbedding(FixedValue):
         return self.has("distance") or self.has("rotary")
 
     def of_layer(self, index: int) -> tuple[PositionalEmbedding, slice]:
-        """Return the embedding of a layer, and the slice of the parameters that belong to it.
+        """Return the embedding of a layer, and the slice of the parameters that the layer uses.
 
         Args:
             index: The number of the layer, counted from 0.
@@ -120,12 +120,11 @@ class PositionalEmbedding(FixedValue):
     def kernel_part(
         self, theta_HN: Tensor | None, *, tempered: bool = False
     ) -> tuple[PositionalEmbedding, Tensor | None]:
-        """Return only the part of this embedding that changes the logits by the distance.
+        """Return the part of this embedding that is a distance kernel, and the part's parameters.
 
         Args:
-            theta_HN: The embedding's parameters [heads, parameters]. Those of the part are also
-                returned.
-            tempered: Whether to keep the temperature, too.
+            theta_HN: The embedding's parameters [heads, parameters].
+            tempered: Whether the part also contains the temperature.
         """
         kept = self.kind == "distance" or (tempered and self.kind == "temperature")
         return (self, theta_HN) if kept or not self.parameters else (NOTHING, None)
@@ -167,8 +166,8 @@ class PositionalEmbedding(FixedValue):
     def bias(self, theta_HN: Tensor, d: Tensor) -> Tensor | None:
         """Return the bias of the logits at the query-key distances `d`, [heads, *d.shape].
 
-        It is in at least fp32, or None if it is 0 everywhere. `theta_HN` [heads, parameters] are
-        the embedding's parameters.
+        The dtype of the bias is at least fp32. The result is None if the bias is 0 everywhere.
+        `theta_HN` [heads, parameters] are the embedding's parameters.
         """
         return None
 
@@ -183,10 +182,10 @@ class PositionalEmbedding(FixedValue):
         return self.bias(theta_HN, d, i)  # pyright: ignore[reportCallIssue] see `reads_position`
 
     def weight(self, theta_HN: Tensor, d: Tensor) -> Tensor | None:
-        """Return what multiplies query-key products at the distances `d`, [heads, *d.shape].
+        """Return the factor of the query-key products at the distances `d`, [heads, *d.shape].
 
-        It is in at least fp32, or None if it is 1 everywhere. `theta_HN` [heads, parameters] are
-        the embedding's parameters.
+        The dtype of the factor is at least fp32. The result is None if the factor is 1 everywhere.
+        `theta_HN` [heads, parameters] are the embedding's parameters.
         """
         return None
 
@@ -199,9 +198,9 @@ class PositionalEmbedding(FixedValue):
         return self.temperature(theta_HN, i) if tempers else self.weight(theta_HN, d)
 
     def temperature(self, theta_HN: Tensor, position: Tensor) -> Tensor:
-        """Return what multiplies the query-key products of a query, [heads, *position.shape].
+        """Return the factor of each query's query-key products, [heads, *position.shape].
 
-        The result is in at least fp32. `position` are the positions of the queries.
+        The dtype of the factor is at least fp32. `position` are the positions of the queries.
 
         Raises:
             NotImplementedError: This embedding has no temperature.

@@ -1,8 +1,9 @@
 """Combine positional embeddings: several in one layer, or different ones in different layers.
 
 The combined embeddings are called terms. In one layer, the biases of all distance kernels are
-added, and their factors are multiplied. A term of another kind acts as it does alone. Theta holds
-the columns of all terms side by side, so a model has one theta, whatever its layers combine.
+added, and their factors are multiplied. A term of another kind has the same effect as without the
+other terms. Theta contains the columns of all terms side by side. Therefore a model has a single
+theta, even if its layers have different embeddings.
 """
 
 from __future__ import annotations
@@ -113,7 +114,7 @@ class Combination(PositionalEmbedding):
         return term.table(positions, dim, dtype)
 
     def _part(self, *kinds: Kind) -> tuple[PositionalEmbedding, list[int]]:
-        """Combine the embeddings of some kinds; return it, and the indices of its parameters."""
+        """Return the combination of all embeddings of some kinds, and its parameters' indices."""
         terms, columns, start = [], [], 0
         for term in self._terms:
             if term.kind in kinds:
@@ -157,7 +158,7 @@ def _scaled(parts: Sequence[PositionalEmbedding], scale: float) -> list[Position
     """Return the embeddings with their distances multiplied by a number.
 
     Raises:
-        PositionalError: No embedding has distances, or one cannot scale them.
+        PositionalError: No embedding has distances, or an embedding cannot scale its distances.
     """
     scaled = {part: part.scaled(scale) for part in parts if part.has_distances}
     if not scaled:
@@ -171,7 +172,7 @@ class PerLayer(PositionalEmbedding):
     Args:
         layers: The embedding of each layer.
         own_theta: Whether each layer has its own parameters. If not, layers with equal embeddings
-            share them.
+            share their parameters.
 
     Raises:
         PositionalError: Layers differ, but one of them adds position vectors to token embeddings.

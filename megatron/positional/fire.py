@@ -26,7 +26,7 @@ class Fire(PositionalEmbedding):
     w, b and v are learned.
 
     Args:
-        length: The initial L.
+        length: The initial value of L.
         width: The number of terms of the sum.
     """
 

@@ -1,7 +1,8 @@
 """Define objects that are compared by their values, because caches use them as keys.
 
-A backend compiles an embedding's formula once. What it has compiled serves every equal embedding,
-so a program may make a new object for each call. Therefore embeddings cannot be changed.
+A backend compiles an embedding's formula once, and uses the compiled code for every equal
+embedding. Therefore a program may create a new embedding object for each call. An embedding cannot
+be changed, because the compiled code would still compute the old formula.
 """
 
 import copy

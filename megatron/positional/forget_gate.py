@@ -1,4 +1,4 @@
-"""Define the forget gate, by which each token decides how far a head forgets the keys before it.
+"""Define the forget gate, by which each token decides how much a head forgets earlier keys.
 
 Lin et al. 2025 (arXiv 2503.02130, Forgetting Transformer). Each layer computes a gate f in (0, 1)
 per token and head, f = sigmoid(w . x + b). x is the token's hidden state, and w and b are trained.
@@ -17,7 +17,7 @@ from megatron.positional.base import PositionalEmbedding
 class ForgetGate(PositionalEmbedding):
     """Forget gate f = sigmoid(w . x + b) for a token's hidden state x.
 
-    Each layer of the model has its own w and b and trains them. They are not in this class.
+    Each layer of the model has its own trained w and b. This class does not contain w and b.
     """
 
     def decay(self, gate_BHT: Tensor) -> Tensor:

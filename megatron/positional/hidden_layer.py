@@ -2,9 +2,9 @@
 
 For an input number u, the layer's output is f(u) = sum_k v_k relu(w_k u + b_k). f is a piecewise
 linear function. Its slope changes only at the knees u = -b_k / w_k. Between two neighbouring knees
-f is a line, slope * u + offset. So f(u) takes one search among the knees and one product, whatever
-the number of units. The operation is registered with torch, so that
-`megatron.attention.formulas.trace` sees it as one node.
+f is a line, slope * u + offset. So f(u) costs one search among the knees and one product, for any
+number of units. The operation is registered with torch, so that `megatron.attention.formulas.trace`
+sees it as one node.
 
 Legend: H heads, K hidden units, X numbers u per head.
 """

@@ -1,4 +1,4 @@
-"""Define the embedding that gives no positional information, so only the causal mask remains.
+"""Define the embedding without positional information. Only the causal mask uses positions.
 
 Haviv et al. 2022 (arXiv 2203.16634) find that causal models learn positions from the mask alone.
 """

@@ -53,11 +53,14 @@ class Rotary(PositionalEmbedding):
         factor: The scaling factor, at least 1. It is usually the new length divided by the
             pretraining length.
         original_max_position_embeddings: The pretraining length, for `yarn` and `llama3`.
-        beta_fast, beta_slow: `yarn` leaves frequencies with more than `beta_fast` turns within the
-            pretraining length. It scales those with fewer than `beta_slow` turns.
-        attention_factor: What `yarn` multiplies the rotated numbers by. 0 means 0.1 ln(factor) + 1.
-        low_freq_factor, high_freq_factor: `llama3` leaves frequencies with more than
-            `high_freq_factor` turns. It scales those with fewer than `low_freq_factor` turns.
+        beta_fast, beta_slow: Numbers of turns within the pretraining length. `yarn` does not change
+            frequencies with more than `beta_fast` turns. It divides frequencies with fewer than
+            `beta_slow` turns by `factor`.
+        attention_factor: The number by which `yarn` multiplies the rotated numbers. 0 means 0.1
+            ln(factor) + 1.
+        low_freq_factor, high_freq_factor: Numbers of turns within the pretraining length. `llama3`
+            does not change frequencies with more than `high_freq_factor` turns. It divides
+            frequencies with fewer than `low_freq_factor` turns by `factor`.
     """
 
     def __init__(

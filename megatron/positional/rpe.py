@@ -25,8 +25,8 @@ class Rpe(PositionalEmbedding):
 
     Args:
         num_buckets: The number of buckets, at least 2.
-        max_distance: All distances from this one on share the last bucket. It must be above
-            num_buckets // 2.
+        max_distance: All distances of at least `max_distance` are in the last bucket.
+            `max_distance` must be above num_buckets // 2.
         scale: A number that multiplies the learned biases. GPT-NeoX uses sqrt(head size).
     """
 

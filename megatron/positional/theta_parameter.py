@@ -8,7 +8,7 @@ import torch
 
 
 class PositionalError(ValueError):
-    """An embedding or an option is unknown or invalid. The error message lists the known ones."""
+    """An embedding or an option is unknown or invalid. The error message lists the known names."""
 
 
 @dataclass(frozen=True)
@@ -18,13 +18,13 @@ class ThetaParameter:
     Attributes:
         name: The parameter's name in checkpoints of the released KERPLE code (`bias_p`, `wei_a`,
             ...).
-        low, high: The smallest and the largest allowed value, or infinite for no bound. Each
-            optimizer step is followed by clamping.
+        low, high: The smallest and the largest allowed value, or infinite for no bound. After each
+            optimizer step, the parameter is clamped to these bounds.
         scale: Initial values are drawn as `scale * U(0, 1)` and clamped to the bounds.
         trained: Whether training changes the parameter.
         shared: Whether all heads have the same value.
-        gentle: A start value that changes a trained model little, if the parameter is added to it.
-            None means the initial value of a new model.
+        gentle: The start value if the parameter is added to a trained model. This value changes the
+            model little. None means the initial value of a new model.
 
     Raises:
         PositionalError: `low` is greater than `high`.
@@ -59,7 +59,7 @@ def check_parameters(owner: str, given: Any) -> None:
     """Check the parameters of the embedding class `owner`.
 
     Raises:
-        PositionalError: They are not a tuple or list of `ThetaParameter` with different names.
+        PositionalError: `given` is not a tuple or list of `ThetaParameter` with different names.
     """
     listed = isinstance(given, Sequence) and all(isinstance(p, ThetaParameter) for p in given)
     if not listed or len({p.name for p in given}) < len(given):

@@ -1,10 +1,12 @@
 """Fade a rotary embedding out of a model during its first training steps.
 
-At step n = 1, 2, ... of `steps`, positions are multiplied by f = 1 - (n - 1) / steps before they
-rotate queries and keys; after `steps`, nothing rotates. So the angle between query i and key j is
-f times that of the trained model. f = 1 is the trained model, f = 0 is no rotation at all, and
-each f between is the position interpolation of Chen et al. 2023 (arXiv 2306.15595) by the factor
-1 / f, to which a rotary model adapts within few steps.
+The fading takes `steps` training steps. At step n = 1, 2, ..., the rotary embedding multiplies all
+positions by f = 1 - (n - 1) / steps. So the angle between query i and key j is f times the angle in
+the trained model. After the last of these steps, queries and keys are not rotated.
+
+With f = 1, the model is the trained model. With f = 0, there is no rotation. With a value of f
+between 0 and 1, the model uses position interpolation (Chen et al. 2023, arXiv 2306.15595) by the
+factor 1 / f. A rotary model adapts to this interpolation within few steps.
 """
 
 from torch import nn
@@ -15,10 +17,10 @@ from megatron.positional import load
 
 
 class Fading(Hook):
-    """A hook that reduces the angles of rotary embeddings to 0 over the first steps.
+    """A hook that reduces the angles of a rotary embedding to 0 during the first training steps.
 
     Args:
-        model: This rank's part of the trained model.
+        model: This rank's part of the model.
         steps: The number of steps until the angles are 0.
     """
 
@@ -29,8 +31,8 @@ class Fading(Hook):
         self.model, self.steps = model, steps
 
     def begin(self, step: int) -> None:
-        """Use the angles of step `step`."""
-        # A validation after this step may still be due.
+        """Set the rotary angles to those of step `step`, or to those of step 1 if `step` is 0."""
+        # A validation after step `step` may still be due.
         self.before_step(max(step, 1))
 
     def before_step(self, number: int) -> None:
@@ -38,7 +40,10 @@ class Fading(Hook):
 
 
 def fade(model: nn.Module, factor: float) -> None:
-    """Rotate queries and keys by scaled rotary angles in layers without a rotary embedding.
+    """Set the scale of the rotary embedding that fades out of `model`.
+
+    The fading embedding rotates the queries and keys of each layer whose own positional embedding
+    is not rotary.
 
     Args:
         factor: The scale of the angles. 0 or a negative value means no rotation.

@@ -1,15 +1,21 @@
-"""Fit a new distance kernel to the mean logits by distance that dropped positions produce.
+"""Fit the bias of a new positional embedding to the mean attention logits of an old one.
 
-In one layer and head, with the queries and keys that the old model computes on some text, let
+A trained model gets the new embedding instead of some old embeddings, which are dropped. The new
+embedding adds a bias to the logits. The bias is a function of the query-key distance d. The old
+model computes queries and keys on some text. For each layer and head, let
 
-    y(d) = mean over i of the logit of query i and key i - d, with the old rotary angles and biases,
-           minus the same mean with the rotary angles and biases that are kept
+    y(d) = the mean logit of query i and key i - d over all i in the old model,
+           minus the same mean without the rotary angles and biases of the dropped embeddings
 
-The new bias b_theta is fitted to y: theta minimises sum_d n(d) (b_theta(d) + c - y(d))^2, where
-n(d) is the number of pairs at distance d. The constant c is free, because the softmax ignores it.
-If layers share theta, y is the mean over these layers. Documents and windows are not considered.
+The new bias b_theta(d) is fitted to y(d): its parameters theta minimise
 
-The sums over i are correlations, which a Fourier transform computes in time T log T.
+    sum over d of n(d) (b_theta(d) + c - y(d))^2
+
+where n(d) is the number of query-key pairs at distance d. The constant c is free, because the
+softmax ignores a constant. If several layers share theta, y is the mean over these layers. The fit
+ignores document boundaries and sliding windows.
+
+The sums over i are correlations. A Fourier transform computes them in time T log T.
 
 Legend: B sequences, H heads, T positions, E head size, D distances (D = T), N columns of theta.
 """
@@ -28,7 +34,7 @@ from megatron.positional import PositionalEmbedding, PositionalError, bounds
 
 
 def fit_added(old: GPT, change: ChangedPositions, inputs_BT: Tensor) -> dict[int, Tensor]:
-    """Fit the parameters of a new positional embedding to attention logits of the old model.
+    """Fit the parameters of an added positional embedding to attention logits of the old model.
 
     Args:
         old: The model with its old positional embeddings and all heads.
@@ -36,10 +42,10 @@ def fit_added(old: GPT, change: ChangedPositions, inputs_BT: Tensor) -> dict[int
         inputs_BT: The text on which `old` computes queries and keys, [batch, tokens].
 
     Returns:
-        The fitted values [heads] of each parameter, by its index.
+        A dict from the index of each fitted parameter to its values [heads].
 
     Raises:
-        PositionalError: The change of positions is not of the kind that can be fitted.
+        PositionalError: This change of positional embeddings cannot be fitted.
     """
     # The kernels of an added embedding are fitted to the logits of the dropped embeddings. The
     # index is that of the column of theta (the learned parameters of the new embedding).
@@ -81,7 +87,9 @@ def fit_added(old: GPT, change: ChangedPositions, inputs_BT: Tensor) -> dict[int
 
 
 def fit(term: PositionalEmbedding, y_HD: Tensor) -> Tensor:
-    """Return the parameters [heads, parameters per head] whose bias is the least-squares fit.
+    """Fit the bias of `term` to `y_HD` by least squares, and return the fitted parameters.
+
+    The result has the shape [heads, parameters per head].
 
     Args:
         term: The positional embedding whose parameters are fitted.
@@ -108,13 +116,17 @@ def fit(term: PositionalEmbedding, y_HD: Tensor) -> Tensor:
 
 
 def mean_products(attention: SelfAttention, pos: PositionalEmbedding, x_BTD: Tensor) -> Tensor:
-    """Return the mean attention logit at each distance, fp64 [heads, distances].
+    """Return the mean scaled dot product of query and key at each distance.
+
+    The result is fp64 [heads, distances]. The scale is 1 / sqrt(head size). These products are the
+    attention logits without the biases of positional embeddings.
 
     Args:
+        attention: The layer that computes queries and keys.
         pos: The embedding that rotates queries and keys.
         x_BTD: The input of the attention layer, [batch, positions, features].
     """
-    # At distance d, this is the mean of scale * (q_i . k_(i-d)) over all queries i.
+    # At distance d, this is the mean of (q_i . k_(i-d)) / sqrt(head size) over all queries i.
     s, length = attention.shape, x_BTD.shape[1]
     q_BHTE, k_BHTE, _ = attention.queries_keys_values(x_BTD)
     pair = pos.rotate(

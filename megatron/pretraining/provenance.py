@@ -6,14 +6,15 @@
 Each start of the run adds an entry to `starts`: the id of the run (`lineage` in its checkpoints),
 the first step, the checkpoint and its run, the command and its folder, the commit and the name of a
 patch, the number of ranks by host, device and driver, the versions of all packages, the environment
-variables that steer libraries, and the values that fix the samples. `patches` has the difference
-between a commit and its Python, YAML and TOML files that ran. The entry `new` of `code` names the
-Python files that the commit does not have.
+variables that configure libraries, and the values that determine the samples. `patches` maps the
+name of a patch to its text. A patch contains the uncommitted changes of Python, YAML and TOML
+files. New Python files are not in the patch: the list `new` in the dict `code` of an entry names
+these files.
 
-No environment variable is recorded but those of `_STEERING`. `***` stands in the place of the
-values of variables with a name such as `WANDB_API_KEY`, of users and passwords of addresses, and of
-what `_SECRETS` matches. A secret of another form is recorded, so do not write one on a command
-line.
+Only environment variables whose names match `_STEERING` are recorded. `***` replaces three kinds of
+secrets: the values of variables with a name such as `WANDB_API_KEY`, users and passwords in
+addresses, and text that matches `_SECRETS`. A secret of another form is recorded. Therefore, do not
+write such a secret on a command line.
 """
 
 import hashlib
@@ -122,8 +123,8 @@ def without_secrets(text: str) -> str:
 
 
 def _masked(value: Any) -> Any:
-    """Return a copy of `value` without the secrets in its texts."""
-    # Texts inside dicts and lists count, too.
+    """Return a copy of `value` in which `***` replaces each secret in a string."""
+    # Strings inside dicts and lists count, too.
     if isinstance(value, dict):
         return {_masked(key): _masked(each) for key, each in value.items()}
     if isinstance(value, list | tuple):
@@ -140,14 +141,14 @@ def versions() -> dict[str, str | None]:
 
 
 def _machine(device: torch.device) -> str:
-    """Return the host, the device and the driver of this rank."""
+    """Return a text that names the host, the device and the driver of this rank."""
     cuda = device.type == "cuda"
     name = torch.cuda.get_device_name(device) if cuda else platform.machine()
     return f"{socket.gethostname()}: {name}, driver {driver_version() or '-'}"
 
 
 def code_of(root: Path) -> tuple[dict[str, Any], str]:
-    """Return facts about the code in the folder `root`, and a patch of uncommitted changes."""
+    """Return (facts about the code in the folder `root`, a patch of uncommitted changes)."""
     # The patch is from the git commit to the code. If git cannot be asked, the commit or the patch
     # in the facts is None, and `why` has the reason. This happens if `root` is no git checkout, or
     # git needs more than `DEADLINE` seconds in total.

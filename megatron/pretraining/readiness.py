@@ -1,6 +1,6 @@
 """Check what a run needs on this machine before it is queued: text, tokenizer, folders, disk.
 
-Nothing is left on the disk, no device is used, and torch is not imported.
+The check leaves no file on the disk, uses no GPU and does not import torch.
 """
 
 import shutil
@@ -28,7 +28,7 @@ Finding = tuple[bool, str]
 
 
 def readiness(config: Config) -> Iterator[Finding]:
-    """Yield facts and problems of the run's text, checkpoints and folders."""
+    """Yield facts and problems that concern the run's text, checkpoints and folders."""
     if not str(config.data.data_path).startswith("builtin:"):
         yield from _text(config)
     if config.checkpoint.save and config.training.train_iters:
@@ -42,7 +42,11 @@ def readiness(config: Config) -> Iterator[Finding]:
 
 
 def lacks_checkpoint(config: Config) -> bool:
-    """Return whether `load` is another folder than `save`, and neither has a checkpoint."""
+    """Return whether the run has no checkpoint to load, although the config requires one.
+
+    The config requires a checkpoint if it sets `load` to a folder other than `save`. The checkpoint
+    may be in either folder.
+    """
     save, load = config.checkpoint.save, config.checkpoint.load
     folders = {Path(name).resolve() for name in (save, load) if name}
     if not load or (save and len(folders) == 1):
@@ -51,7 +55,7 @@ def lacks_checkpoint(config: Config) -> bool:
 
 
 def _text(config: Config) -> Iterator[Finding]:
-    """Yield facts and problems of the text and its tokenizer."""
+    """Yield facts and problems that concern the text and its tokenizer."""
     # These are missing files, and how often the text is read.
     data, tokenizer = config.data, None
     missing = list(_missing_files(data))
@@ -83,7 +87,7 @@ def _text(config: Config) -> Iterator[Finding]:
 
 
 def _missing_files(data: DataConfig) -> Iterator[str]:
-    """Yield a line for each missing file of the tokenizer, with the command that makes it."""
+    """Yield a line for each missing file of the tokenizer, with the command that creates it."""
     for key, path in (("vocab_file", data.vocab_file), ("merge_file", data.merge_file)):
         if path is None or find(path).is_file():
             continue
@@ -98,7 +102,7 @@ def _missing_files(data: DataConfig) -> Iterator[str]:
 
 
 def _command(data: DataConfig) -> str:
-    """Return the command that makes the first shard with the tokenizer of the config."""
+    """Return the command that creates the config's first token shard with its tokenizer."""
     paths = data.train_data_paths or data.data_path or "data/mine_text_document"
     prefix = Path(paths if isinstance(paths, str) else paths[0])
     name = prefix.name.removesuffix("_text_document")

@@ -1,8 +1,10 @@
-"""Start a run from a trained model with other positions, such as rotary plus `kerple_log`.
+"""Replace the positional embeddings of a trained model at the start of a run (a retrofit).
 
-`ChangedPositions` says which weights the two models share. This module finds the old positions, and
-compares the two models on the first samples of the run. One process of the job does that, with the
-whole models, so the result is the same in every parallel layout.
+For example, a run may start from a model with rotary embeddings, and add `kerple_log`. The class
+`ChangedPositions` determines which weights the old and the new model share. This module reads the
+old positional embeddings from the checkpoint, and compares the losses of the old and the new model
+on the first samples of the run. One process of the job compares the unsharded models, so the result
+is the same in every parallel layout.
 """
 
 from contextlib import suppress
@@ -51,7 +53,7 @@ class Retrofit:
 
     Attributes:
         config: The config of the run.
-        source: The same config with the positional embeddings of the checkpoint.
+        source: The config of the run, but with the positional embeddings of the checkpoint.
         saved: The checkpoint from which the run starts.
         change: The old and the new positional embeddings.
     """
@@ -62,19 +64,18 @@ class Retrofit:
     change: ChangedPositions
 
     def measure(self, model: Model, data: JobData, groups: Groups) -> str:
-        """Return lines for the log with the loss before and after the change of embeddings.
+        """Measure the loss before and after the change of embeddings, and return lines for the log.
 
-        Every rank must call this method.
+        If the config sets `retrofit_init: fit`, this method also fits the parameters of added
+        embeddings, and writes them into `model`. Every rank must call this method.
 
         Args:
-            model: This rank's part of the new model. The parameters of added embeddings may be
-                fitted.
+            model: This rank's part of the new model.
             data: The text on which the losses are computed.
 
         Raises:
-            PositionalError: The positions cannot be fitted.
+            PositionalError: This change of positional embeddings cannot be fitted.
         """
-        # The parameters are fitted if the config sets `retrofit_init: fit`.
         tokens_NS = data.first_samples(min(self.config.batch.train_batch_size, MOST_SAMPLES))
         fitted, text, count = {}, "", count_parameters(model, groups)
         if tokens_NS is not None and groups.is_main:
@@ -135,8 +136,7 @@ class Retrofit:
         return fitted, "\n".join([*self._lines(fitted), f"  loss on the first {where}: {losses}"])
 
     def _lines(self, fitted: dict[int, Tensor]) -> list[str]:
-        """Return lines for the log about what the change of embeddings does."""
-        # These are the window, the fading and the fitted values.
+        """Return lines for the log about the sliding window, the fading and the fitted values."""
         lines, anneal = [], self.config.checkpoint.retrofit_anneal
         windows = [each.model.sliding_window_width for each in (self.source, self.config)]
         if windows[0] != windows[1]:
@@ -150,14 +150,14 @@ class Retrofit:
 
 
 def retrofit_of(config: Config, start: Start, new: PositionalEmbedding) -> Retrofit | None:
-    """Return the change of positional embeddings between a checkpoint and a run, or None.
+    """Return the change of positional embeddings from a checkpoint to a run, or None without one.
 
     Args:
         start: The starting point of the run.
         new: The positional embedding of the run's model.
 
     Raises:
-        CheckpointError: The config's keys do not fit the change of embeddings.
+        CheckpointError: A key of the config does not fit the change of embeddings.
     """
     # The result is None if the run resumes, if the embeddings are the same, or if the checkpoint
     # does not record its embeddings. These are errors: the config sets `retrofit_anneal`, but there

@@ -60,9 +60,9 @@ MOST_ROLL_BACKS = 3
 
 
 def train(config: Config, *, verbose: bool = False, allow_fallback: bool = False) -> int:
-    """Train a model as the config asks, save checkpoints of it, and evaluate it.
+    """Train the model that the config describes, save checkpoints, and evaluate the model.
 
-    If the config's folder `load` holds a checkpoint, the run continues from this checkpoint.
+    If the config's folder `load` contains a checkpoint, the run continues from this checkpoint.
 
     Args:
         verbose: Whether DeepSpeed prints its log messages.
@@ -228,7 +228,7 @@ class Job:
             self.progress = saving.progress
 
     def _roll_back(self, bad: BadLossError, loader: TrainLoader, log: RunLog) -> None:
-        """Load the newest checkpoint, and skip the samples that were read after it was written.
+        """Load the newest checkpoint, and skip the samples that were read since its step.
 
         Args:
             bad: The error that the training loop raised.
@@ -259,7 +259,7 @@ class Job:
         )
 
     def _validate(self, log: RunLog, step: int) -> dict[str, float]:
-        """Run the validation after `step`, show the kernels of then, and return its metrics."""
+        """Run the validation after `step` and return its metrics; plot the distance kernels."""
         c, pos = self.config, self.model.pos
         found = validation(self.data, self.engine, step)
         if pos.has("distance") and (c.logging.tensorboard_dir or c.logging.use_wandb):

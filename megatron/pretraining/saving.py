@@ -26,7 +26,7 @@ def require_writable(save: Path) -> None:
 
 @contextmanager
 def said_what_is_saved(save: str | None) -> Iterator[None]:
-    """Add the newest checkpoint to the message of a DivergedError of the `with` block.
+    """Name the newest checkpoint in the message of a DivergedError that the `with` block raises.
 
     Args:
         save: The folder with the run's checkpoints; None if the run saves none.
@@ -47,7 +47,7 @@ class Saving(Hook):
     Attributes:
         saver: The object that writes the files; None if the run saves none.
         progress: The counters of the run at the newest checkpoint.
-        loader: The batches of the run. It counts the samples that were read.
+        loader: The loader of the run's batches, which counts the samples that were read.
         hooks: The hooks whose state is stored in a checkpoint.
     """
 

@@ -1,4 +1,4 @@
-"""Validate during training, and make up for a validation that an earlier job owes."""
+"""Validate during training, and repeat a validation that an earlier job did not complete."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -13,7 +13,7 @@ class Validation(Hook):
     """A hook that runs the validations during training and logs their metrics.
 
     Args:
-        measure: A function from step to the validation's metrics.
+        measure: A function that runs the validation after a step, and returns its metrics.
     """
 
     # If `measure` raises `preemption.Leave`, the job ends after a checkpoint. If a job ends before
@@ -29,12 +29,12 @@ class Validation(Hook):
         return {"owes_validation": True} if self._owed else {}
 
     def begin(self, step: int) -> None:
-        """Run the validation after `step` if an earlier job has left it to this one.
+        """Run the validation after `step` if an earlier job ended before completing it.
 
         Raises:
-            Leave: The job ends before the validation is complete.
+            Leave: This job ends before the validation is complete.
         """
-        # This is so if the checkpoint was saved before the validation.
+        # The earlier job saved its checkpoint before the validation.
         if self._owed:
             self._log.go_back(step, validates_again=True)
             self._validate(step)
@@ -55,7 +55,7 @@ class Validation(Hook):
 
 
 def is_owed(state: Mapping[str, Any]) -> bool:
-    """Return whether the validation after a checkpoint's step was still due when the job ended.
+    """Return whether a validation is owed: it was not complete when a checkpoint was saved.
 
     Args:
         state: The state of all hooks in the checkpoint.

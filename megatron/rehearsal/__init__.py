@@ -1,1 +1,4 @@
-"""Run one step of a job on many imagined ranks, and match what they communicate."""
+"""Run one step of a job as each of its ranks, without real communication between the ranks.
+
+The collectives and messages that the ranks would exchange are recorded and compared.
+"""

@@ -1,13 +1,13 @@
 """Record the collectives and messages of a process, with their lines of code.
 
-`recording` replaces the methods of torch's `ProcessGroup`, in every thread: all that this project
-and DeepSpeed call. Functional collectives, and receives from any rank, are not recorded. (A
-`TorchDispatchMode` would see the same operations, but also every other operation of torch, which
-costs half the time.) Two more functions are replaced:
+`recording` replaces all methods of torch's `ProcessGroup` that this project and DeepSpeed call, in
+every thread. Functional collectives, and receives from any rank, are not recorded. (A
+`TorchDispatchMode` would see the same operations, but also all other operations of torch. It would
+take half of the running time.) Two more functions are replaced:
 
-- the creation of process groups, which every rank must do in the same order;
-- exchanges of objects, whose messages have sizes that depend on the objects of all ranks: such an
-  exchange is one event.
+- `new_group`, because every rank must create the process groups in the same order.
+- `all_gather_object`, because the sizes of its messages depend on the objects of all ranks. Such an
+  exchange of objects is recorded as one event.
 """
 
 import inspect
@@ -33,12 +33,12 @@ OPERATIONS = [
     for name, method in inspect.getmembers(dist.ProcessGroup)
     if re.search(r"\) -> \S+Work$", method.__doc__ or "", re.M) and name not in OTHERS
 ]
-"""The methods of a process group that communicate: all that return a `Work`, without `OTHERS`."""
+"""The methods of a process group that communicate: those that return a `Work`, without `OTHERS`."""
 MESSAGES = ("send", "recv")
 WRAPPERS = ("torch/", "deepspeed/comm/", "deepspeed/runtime/pipe/p2p.py")
-"""The start of the paths of files whose lines say nothing about the place of an event."""
+"""Files whose path starts with one of these texts are skipped when an event's line is chosen."""
 CALLERS = ("", "megatron/(?!parallel/)", "megatron/(evaluation|pretraining)/")
-"""Patterns of the files whose lines are named, each the first of its kind."""
+"""Patterns of file names. An event names the innermost line of the call stack for each pattern."""
 
 
 class Event(NamedTuple):
@@ -46,9 +46,9 @@ class Event(NamedTuple):
 
     Attributes:
         op: The name of the operation, as in torch's `ProcessGroup` or `torch.distributed`.
-        group: The ranks of the process group, as text (see `EventLog.members`).
-        peer: The other rank of a send or receive, or the root of a collective; otherwise None.
-        what: The dtypes and shapes of the tensors, and the reduction.
+        group: The ranks of the process group as a text, such as "0 to 3".
+        peer: The other rank of a send or receive, or the root of a collective. Otherwise None.
+        what: A text with the dtypes and shapes of the tensors, and with the reduction.
         where: The line of code that communicates, and the lines of the project that called it.
     """
 
@@ -68,12 +68,13 @@ class EventLog:
 
     Args:
         reply: A function that fills received tensors in place of the other ranks. None if the other
-            ranks are real.
+            ranks are real processes.
 
     Attributes:
-        threads: Maps the id of each thread that communicates to its list of events.
-        members: Maps the text of a process group, such as "0 to 3", to its ranks.
-        here: A `threading.local`. Its attribute `paused` is true while a thread is not recorded.
+        threads: Maps the id of each thread that communicates to the thread's list of events.
+        members: Maps the text of a process group, such as "0 to 3", to the group's ranks.
+        here: A `threading.local`. Its attribute `paused` is true while the events of a thread are
+            not recorded.
     """
 
     # Two groups of the same ranks have different texts, such as "0 to 3" and "0 to 3 (group 2 of
@@ -89,7 +90,7 @@ class EventLog:
         self.name(dist.group.WORLD)
 
     def name(self, group: Any) -> None:
-        """Store the text and the ranks of the new process group `group`."""
+        """Name the new process group `group` by a text, and store the text and the ranks."""
         ranks = dist.get_process_group_ranks(group)
         text = ranks_text(ranks)
         self._count[text] += 1
@@ -110,9 +111,9 @@ class EventLog:
         Args:
             op: The name of the operation, as in torch's `ProcessGroup`.
             group: The process group. None means the group of all ranks.
-            what: The dtypes and shapes of the tensors, and the reduction.
+            what: A text with the dtypes and shapes of the tensors, and with the reduction.
             tensors: The tensors that are sent or received.
-            peer: The other rank, or the root of a collective, as its number within `group`.
+            peer: The other rank, or the root of a collective, counted within `group`.
         """
         if getattr(self.here, "paused", False):
             return
@@ -203,8 +204,7 @@ def line_of_code() -> str:
 
 @cache
 def _file(path: str) -> tuple[str, int]:
-    """Return (short name of a source file, its rank in the choice of lines)."""
-    # The rank is the number of patterns in `CALLERS` that match the file.
+    """Return the short name of a source file, and how many patterns in `CALLERS` match the name."""
     _, package, name = path.rpartition("site-packages/")
     if not package and Path(path).is_relative_to(ROOT):
         name = str(Path(path).relative_to(ROOT))

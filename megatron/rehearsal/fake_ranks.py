@@ -1,12 +1,14 @@
 """Run a job as each of its ranks, a few at a time, on torch's fake process group.
 
-The fake group sends nothing: a rank gets its own values back from every collective. Integers decide
-what a job does next (DeepSpeed sends the shapes of tensors between pipeline stages, and compares
-the order of ZeRO-3's parameters with rank 0). So a rank gets the integers that earlier ranks sent
-or broadcast. All other numbers that it receives are zero.
+The fake process group sends nothing. Every collective returns the rank's own values. However, what
+a job does next may depend on integers from other ranks. For example, DeepSpeed sends the shapes of
+tensors between pipeline stages, and compares the order of ZeRO-3's parameters with rank 0.
+Therefore the integers that earlier ranks sent or broadcast are replayed to later ranks. All other
+numbers that a rank receives are zero.
 
-Each rank is a fork of this process, which has imported all modules, because DeepSpeed keeps state
-in its modules. Each has an empty folder of its own, because the earlier ranks have already saved.
+Each rank runs in a fork of this process, because DeepSpeed stores state in its modules. This
+process has imported all modules before. Each rank writes to an empty folder of its own, because
+earlier ranks have already saved a checkpoint.
 """
 
 import contextlib
@@ -32,8 +34,10 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from megatron.rehearsal.event_log import MESSAGES, Event, EventLog, recording
 
 Sent = dict[tuple, list[list[int] | None]]
-"""Maps (group, sender, receiver) of messages, or (group, root) of broadcasts, to the integers of
-each of them in order. None stands for other numbers."""
+"""Maps (group, sender, receiver) to the messages, and (group, root) to the broadcasts, in order.
+
+Each message or broadcast is a list of integers, or None if it contains other numbers.
+"""
 _HALF = "deepspeed.accelerator.cpu_accelerator.CPU_Accelerator.is_fp16_supported"
 
 
@@ -42,9 +46,9 @@ class Played(NamedTuple):
 
     Attributes:
         threads: The events of each thread of the rank.
-        members: Maps the text of a process group to its ranks.
+        members: Maps the text of a process group, such as "0 to 3", to the group's ranks.
         sent: The integers that the rank sent.
-        error: The traceback of the error that ended the rank, or "".
+        error: The traceback of the error that ended the rank. It is "" if there was no error.
         modules: The names of the modules that rank 0 imported. Empty for other ranks.
     """
 
@@ -56,10 +60,10 @@ class Played(NamedTuple):
 
 
 class EarlierRanks:
-    """Stands in for the other ranks: replays the integers that earlier ranks sent.
+    """A substitute for the other ranks. It replays the integers that earlier ranks sent.
 
     Attributes:
-        sent: The integers that this rank sends, for the ranks after it.
+        sent: The integers that this rank sends. They are replayed to later ranks.
     """
 
     def __init__(self, rank: int, sent: Sent):
@@ -67,7 +71,7 @@ class EarlierRanks:
         self.sent: Sent = defaultdict(list)
 
     def reply(self, event: Event, tensors: Sequence[Tensor]) -> None:
-        """Fill a received tensor with its sender's integers, or with zeros if there are none."""
+        """Fill a received tensor with the integers that its sender sent, or else with zeros."""
         # For a tensor that this rank sends, its integers are stored in `sent`.
         key: tuple = event.group, event.peer
         sends = event.op == "send" or (event.op == "broadcast" and event.peer == self.rank)
@@ -93,8 +97,10 @@ def play_all(
     """Run `job` once as each of `size` ranks, and yield the result of each rank, in order.
 
     Args:
-        job: A function that joins the job described by the variables RANK and WORLD_SIZE.
-        stages: The number of pipeline stages. Each stage has consecutive ranks.
+        job: A function that joins the job as the rank in the environment variable RANK, and runs
+            the job.
+        size: The number of ranks of the job.
+        stages: The number of pipeline stages. The ranks of a stage are consecutive.
         folder: An empty folder for the ranks' files.
         at_once: The number of ranks that run at the same time.
     """

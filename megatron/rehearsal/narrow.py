@@ -1,7 +1,8 @@
-"""Make a job small enough to rehearse: the same layout and layers, with few numbers in each.
+"""Make a job small enough to rehearse, with a narrow model and short sequences.
 
-The collectives of a step follow from the layout, the layers and the options. Their sizes follow
-from the width of the model and from the length of the sequences.
+The small job has the same parallel layout and the same kinds of layers. The layout, the layers and
+the options determine which collectives a step calls. The width of the model and the length of the
+sequences determine only the sizes of the messages.
 """
 
 from pathlib import Path
@@ -28,10 +29,10 @@ DOCUMENTS, TOKENS = 2000, 40  # the text that is read instead of the run's
 def narrow(config: Config, folder: Path) -> list[str]:
     """Return config overrides that make a run small enough to rehearse.
 
-    The small run takes one step, validates and saves.
+    The small run takes one training step, validates, and saves a checkpoint.
 
     Args:
-        folder: The folder into which a short text to train on is written.
+        folder: The folder into which a short training text is written.
     """
     # It has narrow heads and short sequences. A step has at most one more micro-batch than the
     # pipeline has stages. There is one block per stage (two without a pipeline), because all blocks

@@ -1,4 +1,4 @@
-"""Rehearse a job: run it as every rank, and check that all ranks communicate as they must."""
+"""Rehearse a job: run it once as each of its ranks, and check that their communication matches."""
 
 import os
 import tempfile
@@ -20,17 +20,18 @@ class RehearsalError(UserError):
 
 
 def rehearse(load: Callable[..., Config], train: Callable[[Config], object]) -> str:
-    """Run `train` as every rank of the job, on a small model, and return a summary as text.
+    """Run `train` once as each rank of the job, with a small model, and return a summary as text.
 
-    No two ranks really communicate. The collectives of all ranks are recorded and then compared.
+    The ranks do not really communicate. Their collectives and messages are recorded, and then
+    compared.
 
     Args:
-        load: A function from config overrides to the config.
+        load: A function that returns the config with the given config overrides.
         train: A function that joins the job, trains, validates and saves.
 
     Raises:
-        RehearsalError: A rank failed, or an operation of a rank has no partner.
-        ConfigError: The small model breaks a rule of the config.
+        RehearsalError: A rank failed, or the operations of two ranks do not match.
+        ConfigError: The config of the small model is not valid.
     """
     torch.set_num_threads(1)
     config = load()

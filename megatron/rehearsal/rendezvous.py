@@ -1,9 +1,10 @@
-"""Match the collectives and messages of all ranks as rendezvous.
+"""Check that the collectives and messages of all ranks match, and that no rank waits forever.
 
-A rank waits in a collective until all ranks of the group are in it, and in a message until the
-other rank is in its counterpart. This is stricter than some backends, which buffer short messages;
-a job that passes does not depend on such buffers. Operations of different groups may come in any
-order in which nobody waits for ever.
+Each collective or message is a rendezvous of ranks.
+A rank waits in a collective until all ranks of the group have called the collective. A sender waits
+until the other rank receives, and a receiver waits until the other rank sends. Some backends are
+less strict, because they buffer short messages. A job that passes this test does not depend on such
+buffers. Ranks may call operations of different groups in any order that causes no deadlock.
 """
 
 from collections import defaultdict, deque
@@ -13,20 +14,21 @@ from dataclasses import dataclass
 from megatron.rehearsal.event_log import MESSAGES, Event, ranks_text
 
 COMPARED = {"send": (3,), "recv": (3,), "broadcast": range(4), "gather": range(3)}
-"""The fields of `Event` that must be equal when ranks meet; in other collectives, all fields.
+"""The indices of the fields of `Event` that must be equal for events to match.
 
-The root of a broadcast may stand in another line of code than the other ranks.
+For other collectives, all fields must be equal. In a broadcast, the line of code may differ between
+the root and the other ranks.
 """
 
 
 @dataclass(eq=False)
 class Strand:
-    """One thread of one rank, with its collectives, sends and receives.
+    """One thread of one rank, with the collectives, sends and receives of the thread.
 
     Attributes:
         events: The events of the thread, in order.
-        end: How the rank ended, for error messages.
-        done: The number of events that are matched with the events of other ranks.
+        end: A text about how the rank ended, such as "fails", for error messages.
+        done: The number of events that are already matched with events of other ranks.
     """
 
     rank: int
@@ -36,7 +38,7 @@ class Strand:
 
     @property
     def event(self) -> Event | None:
-        """The first event that is not matched yet; None if all events are matched."""
+        """The first event that is not matched yet, or None if all events are matched."""
         return self.events[self.done] if self.done < len(self.events) else None
 
 
@@ -48,7 +50,7 @@ def unmatched(strands: Sequence[Strand], members: Mapping[str, Sequence[int]]) -
 
     Args:
         strands: Every thread of every rank.
-        members: Maps the text of a process group to its ranks.
+        members: Maps the text of a process group, such as "0 to 3", to the group's ranks.
     """
     users: dict[tuple[int, str], Strand] = {}
     for strand, group in ((each, event.group) for each in strands for event in each.events):
@@ -78,7 +80,7 @@ def unmatched(strands: Sequence[Strand], members: Mapping[str, Sequence[int]]) -
 def _place(
     event: Event, rank: int, members: Mapping[str, Sequence[int]]
 ) -> tuple[tuple, Sequence[int]]:
-    """Return (key that matching events share, ranks that must take part) for an event of `rank`."""
+    """Return (key that matching events share, ranks that must call them) for an event of `rank`."""
     if event.op not in MESSAGES:
         return (event.group,), members[event.group]
     assert event.peer is not None
@@ -87,7 +89,7 @@ def _place(
 
 
 def _difference(met: Iterable[Strand]) -> str:
-    """Return a text with the differences between events that should match, or "" if they match."""
+    """Return a text that lists events that should match but differ, or "" if all events match."""
     kinds: dict[tuple, list[tuple[int, Event]]] = defaultdict(list)
     for strand in met:
         event = strand.event
@@ -102,7 +104,7 @@ def _difference(met: Iterable[Strand]) -> str:
 
 
 def _stalled(strands: Sequence[Strand]) -> str:
-    """Return where ranks wait, and where those ended that do not wait."""
+    """Return an error text that lists the waiting ranks, and the last event of each ended rank."""
     waiting = {strand.rank for strand in strands if strand.event}
     found: dict[str, list[int]] = defaultdict(list)
     for strand in sorted(strands, key=lambda each: each.event is None):

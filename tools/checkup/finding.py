@@ -1,4 +1,7 @@
-"""Define what the doctor's checks examine (`Case`), and what they report (`Finding`)."""
+"""Define what the doctor's checks examine (`Case`), and what they report (`Finding`).
+
+The doctor is `tools/doctor.py`.
+"""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,8 +15,9 @@ class Finding:
     """The result of one check of the machine or the job.
 
     Attributes:
-        level: `ok`, `warning` or `problem`.
-        remedy: One line that says how to solve the problem; "" if `level` is `ok`.
+        level: The severity: `ok`, `warning` or `problem`.
+        text: What the check found, in one line.
+        remedy: One line that tells the user how to solve the problem; "" if `level` is `ok`.
     """
 
     level: str
@@ -22,7 +26,14 @@ class Finding:
 
 
 def judged(bad: object, text: str, remedy: str, level: str = PROBLEM) -> Finding:
-    """Return a finding of `level` if `bad` is true, otherwise a finding that all is well."""
+    """Return a finding of severity `level` if `bad` is true, otherwise a finding of severity `ok`.
+
+    Args:
+        bad: Whether the check found a problem.
+        text: What the check found.
+        remedy: One line that tells the user how to solve the problem.
+        level: The severity of the problem, `warning` or `problem`.
+    """
     return Finding(level, text, remedy) if bad else Finding(OK, text)
 
 
@@ -31,10 +42,11 @@ class Case:
     """The run and the job that the checks examine.
 
     Attributes:
-        config: The `Config` of the run that is planned, or None.
-        folder: The run folder `save`, which need not exist.
+        config: The `Config` of the planned run, or None.
+        folder: The run folder `save`, which may be missing.
         gpu: Whether torch sees a CUDA GPU.
-        ranks: The number of processes that the launcher started; 1 without a launcher.
+        ranks: The number of processes of the job. Without a launcher, it is the number of processes
+            that train.py would start.
         several: Whether the job has more than one machine.
     """
 

@@ -48,7 +48,10 @@ def open_files(case: Case) -> Iterator[Finding]:
 
 
 def disk(case: Case) -> Iterator[Finding]:
-    """Check the disk space and permissions of the run folder, or of its nearest existing parent."""
+    """Check the disk space and permissions of the run folder.
+
+    If the run folder does not exist, check its nearest ancestor that exists.
+    """
     folder = existing(case.folder)
     free, kind = shutil.disk_usage(folder).free, _file_system(folder)
     remedy = "free space, or name another `save`; a checkpoint takes about 14 bytes per parameter"
@@ -83,7 +86,7 @@ def shared_memory(case: Case) -> Iterator[Finding]:
 
 
 def names(case: Case) -> Iterator[Finding]:
-    """Check that the names of this machine and of rank 0's machine resolve to addresses."""
+    """Check that the names of this machine and of rank 0's machine resolve to network addresses."""
     own, master = socket.gethostname(), os.environ.get("MASTER_ADDR")
     for name in dict.fromkeys((own, master) if master else (own,)):
         address = _address(name)

@@ -1,4 +1,4 @@
-"""Check the installed software and the GPUs: what works, and what `auto` chooses.
+"""Check the installed software and the GPUs, and report what the config value `auto` selects.
 
 Every import is inside its check, because a package may be missing or broken.
 """
@@ -34,7 +34,10 @@ def python(case: Case) -> Iterator[Finding]:
 
 
 def packages(case: Case) -> Iterator[Finding]:
-    """Import torch, DeepSpeed and Triton, and check their versions against pyproject.toml's."""
+    """Check that torch, DeepSpeed and Triton can be imported, and have versions that are supported.
+
+    pyproject.toml lists the supported versions.
+    """
     texts = ((ROOT / f"requirements{end}.txt").read_text() for end in ("", "-dev"))
     pins = dict(re.findall(r"^(\w+)==(\S+)$", "".join(texts), re.M))
     project = (ROOT / "pyproject.toml").read_text()
@@ -58,7 +61,7 @@ def packages(case: Case) -> Iterator[Finding]:
 
 
 def _import_error(name: str) -> str:
-    """Import a package without output. Return the first line of the error, or "" if it works."""
+    """Import a package without output. Return the first line of the error, or "" if none occurs."""
     try:
         with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere):
             importlib.import_module(name)
@@ -119,7 +122,7 @@ def gpus(case: Case) -> Iterator[Finding]:
 
 
 def compiler(case: Case) -> Iterator[Finding]:
-    """Check that a C compiler and Python's headers are installed. Triton needs both on a GPU."""
+    """Check that a C compiler and Python's headers are installed. On a GPU, Triton needs both."""
     level = PROBLEM if case.gpu else WARNING
     remedy = "apt-get install g++ python3-dev" + (
         "" if case.gpu else " (a run on a CPU needs none)"
@@ -132,9 +135,9 @@ def compiler(case: Case) -> Iterator[Finding]:
 
 
 def choices(case: Case) -> Iterator[Finding]:
-    """Report the attention backend and the optimizer that a run of the config would choose.
+    """Report which attention backend and which optimizer a run of the config would use.
 
-    Without a config, report only the attention backend that `kerple_log` would get.
+    Without a config, report only which attention backend `kerple_log` would use.
     """
     import torch
 

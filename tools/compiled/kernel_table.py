@@ -1,4 +1,4 @@
-"""Read and write the CSV table of compiled Triton kernels, and report problems of the kernels."""
+"""Read and write the CSV table of compiled Triton kernels, and report problems of these kernels."""
 
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -14,10 +14,12 @@ class Variant:
     """One Triton kernel to compile.
 
     Attributes:
-        target: The GPU's compute capability, such as 90.
-        kernel: The distance kernel, alone or with other terms, as in `kerple_log + forget_gate`.
-        which: The name of the kernel's part of the forward or backward pass.
-        dtype: `bf16`, `fp16` or `fp32`.
+        target: The GPU's compute capability without the dot, such as 90.
+        kernel: The distance kernel, alone or with other terms of attention, as in
+            `kerple_log + forget_gate`.
+        which: The name of the kernel's pass, which is a part of the forward or backward
+            computation.
+        dtype: The dtype of the inputs: `bf16`, `fp16` or `fp32`.
         head_size: The number of dimensions of each attention head.
         dropout: Whether the kernel applies dropout.
         group: The number of query heads that share a key head.
@@ -41,7 +43,7 @@ class Variant:
 
 @dataclass(frozen=True, kw_only=True)
 class Row(Variant):
-    """A line of the CSV: one compiled kernel and its resources."""
+    """A row of the CSV: one compiled kernel and its resources."""
 
     # `tools/compile_kernels.py` explains the columns.
 

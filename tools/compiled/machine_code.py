@@ -1,4 +1,4 @@
-"""Read registers, spills and special functions of compiled Triton kernels."""
+"""Read the registers, spills and special functions from the machine code of compiled kernels."""
 
 import re
 import subprocess
@@ -12,9 +12,12 @@ SPECIAL = re.compile(r"\s(ex2|lg2|rcp|sqrt|rsqrt|sin|cos|tanh|div)\.(approx|full
 
 
 def resources(cubin: bytes) -> tuple[int, int]:
-    """Return (registers, bytes of stack) that each thread of a compiled kernel uses.
+    """Return the resources of each thread of a compiled kernel: (registers, bytes of stack).
 
-    The stack holds only spilled registers.
+    The stack contains only spilled registers.
+
+    Args:
+        cubin: The machine code of the kernel.
     """
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
@@ -29,7 +32,13 @@ def resources(cubin: bytes) -> tuple[int, int]:
 
 
 def special_functions(ptx: str) -> int:
-    """Return how many special functions (such as log2) a thread computes in a loop iteration."""
+    """Count the special functions (such as log2) that a thread computes in one loop iteration.
+
+    Of all loops, the loop with the most special functions counts.
+
+    Args:
+        ptx: The kernel as PTX text.
+    """
     # The result is the largest of all loops. Of nested loops, only the innermost loop that contains
     # special functions is counted.
     labels, costs, lines = {}, {}, ptx.splitlines()

@@ -51,7 +51,7 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Prepare the data that the command line asks for, and return the exit code."""
+    """Tokenise the files that the command line names, and return the exit code."""
     arguments = parse_arguments(argv)
     return exit_code(lambda: prepare(arguments))
 

@@ -1,9 +1,11 @@
 """Test claims over seeds: paired t tests, Holm's correction, and TOST for equality.
 
-A claim compares two sides, A and B. For each seed s, they have the values a_s and b_s. For metrics
-like perplexity, the differences are d_s = ln a_s - ln b_s. A is `by` percent above B if D is
-m = ln(1 + by / 100), and `by` percent below B if D is -l = ln(1 - by / 100). For shares of right
-answers, d_s = a_s - b_s and l = m = by / 100. The claims about the expected difference D are:
+A claim compares two sides, A and B, for example two embeddings. For each seed s, the sides have the
+values a_s and b_s, and their difference is d_s. D is the expected difference.
+
+For metrics like perplexity, d_s = ln a_s - ln b_s. A is `by` percent above B if D is
+m = ln(1 + by / 100). A is `by` percent below B if D is -l = ln(1 - by / 100). For shares of right
+answers, d_s = a_s - b_s and l = m = by / 100. The claims about D are:
 
     below      D < -l        one-sided paired t test
     above      D > m         one-sided paired t test
@@ -12,9 +14,9 @@ answers, d_s = a_s - b_s and l = m = by / 100. The claims about the expected dif
                              side is `by` percent above the other
     differs    D != 0        two-sided paired t test
 
-With `relative_to`, each side has a reference. Then d_s = (ln a_s - ln of A's reference) - (ln b_s -
-ln of B's reference), and the same without logarithms for shares. So `relative_to: {length: 128}`
-compares how the two sides change from length 128 on.
+With `relative_to`, each side has a reference. Then d_s is (ln a_s - ln of A's reference) -
+(ln b_s - ln of B's reference). For shares, the formula has no logarithms. For example,
+`relative_to: {length: 128}` compares how the two sides change from length 128 to longer lengths.
 
 A claim of several parts holds only if all its parts hold, so its p value is the largest p value of
 its parts. Holm's correction is over all claims of a grid. The sample size is the number of seeds,
@@ -37,16 +39,18 @@ from tools.experiments.results import Frame
 
 @dataclass(frozen=True)
 class Verdict:
-    """The statistical result for one part of a claim that compares two sides over seeds.
+    """The verdict on one part of a claim, which compares two sides over seeds.
 
     Attributes:
+        name: The name of the claim.
+        claim: The part of the claim in words.
         seeds: The number of seeds for which both sides have values.
         change: The mean difference between the two sides, in percent or percentage points.
-        low, high: The 95% interval of `change`.
+        low, high: The ends of the 95% interval of `change`.
         p: The p value of this part.
         holm: The p value of the complete claim, after Holm's correction.
-        word: The verdict on the complete claim: `holds`, `not shown`, `contradicted` or `not
-            tested`.
+        word: The verdict on the complete claim: `holds`, `not shown`, `contradicted` or
+            `not tested`.
     """
 
     # A side is for example an embedding. If the values are shares of right answers, the difference
@@ -70,7 +74,7 @@ def verdicts(grid: Grid, results: Frame) -> list[Verdict]:
     A claim with several parts holds only if all its parts hold.
 
     Args:
-        grid: A set of training runs, with the claims about them.
+        grid: A set of training runs, with the claims about these runs.
         results: The results of the runs.
     """
     # The claims are the grid's `endpoints`, in the file's order.
@@ -107,7 +111,7 @@ def p_value(a: np.ndarray, b: np.ndarray, claim: str, margin: float = 0.0) -> fl
     Args:
         a: The values of side A, or their logarithms if ratios are compared, [seeds].
         b: The values of side B in the same form, with the seeds in the same order.
-        claim: `below`, `above`, `within`, `equal` or `differs`.
+        claim: The kind of claim: `below`, `above`, `within`, `equal` or `differs`.
         margin: The margin of the claim, as a difference of values in `a` and `b`. It is not
             negative.
     """
@@ -132,7 +136,7 @@ def p_value(a: np.ndarray, b: np.ndarray, claim: str, margin: float = 0.0) -> fl
 
 
 def holm(values: Sequence[float]) -> list[float]:
-    """Return p values after Holm's step-down correction (Holm 1979), in the same order."""
+    """Correct p values by Holm's step-down method (Holm 1979). The order stays the same."""
     order = np.argsort(values)
     scaled = np.asarray(values)[order] * np.arange(len(values), 0, -1)
     corrected = np.empty(len(values))
@@ -143,14 +147,14 @@ def holm(values: Sequence[float]) -> list[float]:
 def significant(
     results: Frame, rows: str, against: str, metric: str, alpha: float
 ) -> set[tuple[str, int]]:
-    """Return the pairs (row, length) at which `metric` differs significantly from a reference.
+    """Return the pairs (row, length) at which `metric` differs significantly from a reference row.
 
     The test is a two-sided paired t test over seeds, with Holm's correction over all pairs.
 
     Args:
         results: The results of all runs.
         rows: The name of the setting whose values are the rows.
-        against: The row with which all other rows are compared, at the same length.
+        against: The reference row. All other rows are compared with it, at the same length.
         metric: The name of the metric.
         alpha: The level of significance.
     """
@@ -191,7 +195,8 @@ def _side(results: Frame, names: Mapping[str, str]) -> Frame:
     """Return the values of one side of a claim, indexed by seed.
 
     Args:
-        names: The values that select rows of `results`, by the name of the column.
+        results: The results of one metric.
+        names: Maps columns of `results` to the values that select the rows of this side.
     """
     # The columns are the axes of the grid and `length`.
     for key in names.keys() - {"length"}:
@@ -209,7 +214,7 @@ def _by_seed(results: Frame) -> Frame:
 
 
 def _paired(*series: Frame, logarithm: bool) -> np.ndarray:
-    """Return each series' values (or their logarithms) at the seeds that are in every series."""
+    """Return the values (or logarithms) of each series, at the seeds that all series contain."""
     shared = pd.concat(series, axis=1, join="inner").sort_index().to_numpy()
     return (np.log(shared) if logarithm else shared).T
 

@@ -1,4 +1,7 @@
-"""Define the schema of a grid file, whose texts may contain variables such as `{model}`."""
+"""Define the schema of a grid file, whose texts may contain variables such as `{model}`.
+
+A grid file describes a set of training runs.
+"""
 
 from typing import Any, Literal
 
@@ -20,12 +23,15 @@ class _Strict(BaseModel):
 
 
 class Value(_Strict):
-    """What belongs to one value of a setting that differs between the runs of a grid.
+    """The configs, overrides and seeds of the runs with one value on an axis of a grid.
+
+    An axis is a setting that differs between the runs of a grid.
 
     Attributes:
-        configs: Config files that this value adds to those of the grid.
-        overrides: Config keys that this value adds to those of the grid.
-        seeds: The seeds of the runs with this value. If empty, they are the seeds of the grid.
+        configs: Config files to add to the grid's config files.
+        overrides: Config keys to add to the grid's overrides.
+        seeds: The seeds of the runs with this value. If the list is empty, the runs have the grid's
+            seeds.
     """
 
     configs: list[str] = []
@@ -40,10 +46,12 @@ class Endpoint(_Strict):
         claim: The kind of claim, such as `below`.
         of: The first side: a value for each setting that differs between runs, and a `length`.
         than: The second side. It needs only the entries that differ from those of `of`.
-        by: The margin of the claim in percent; in percentage points for shares of right answers.
+        by: The margin of the claim, in percent. For shares of right answers, it is in percentage
+            points.
         relative_to: If not empty, the claim compares how much each side differs from its reference.
             The reference is the same side, but with the entries given here.
-        text: The claim in words, for reports. If empty, the words are generated.
+        metric: The name of the metric.
+        text: The claim in words, for reports. If the text is empty, the words are generated.
     """
 
     # `experiments/claims.py` defines each kind of claim. `length: best` in a side selects the
@@ -60,7 +68,13 @@ class Endpoint(_Strict):
 
 
 class TrainedTokenizer(_Strict):
-    """A tokenizer that `tools/sweep.py` trains on `text` if `file` is missing."""
+    """A tokenizer that `tools/sweep.py` trains on `text` if `file` is missing.
+
+    Attributes:
+        file: The path of the tokenizer's file.
+        text: A text file, a folder of text files, or a builtin corpus.
+        size: The number of tokens in the vocabulary.
+    """
 
     file: str
     text: str
@@ -68,7 +82,7 @@ class TrainedTokenizer(_Strict):
 
 
 class Paper(_Strict):
-    """Selects the results of the paper that a report compares with the results of the grid.
+    """The results in the paper with which a report compares the results of the grid.
 
     Attributes:
         table: The name of a table in configs/paper/tables.json.
@@ -109,5 +123,5 @@ def values_of(about: Description, axis: str) -> dict[str, Value]:
 
 
 def sides(endpoint: Endpoint) -> tuple[dict[str, str], dict[str, str]]:
-    """Return the two sides of a claim, as dicts from setting (or `length`) to value."""
+    """Return the two sides of a claim, each as a dict from setting (or `length`) to value."""
     return endpoint.of, endpoint.of | endpoint.than

@@ -1,4 +1,4 @@
-"""Read a grid file, a YAML file that describes many runs and the claims that they test.
+"""Read a grid file, a YAML file that describes many runs and the claims that the runs test.
 
     runs: runs/paper/table3-{model}            the folder that contains the run folders
     variables: {model: small}                  the value of {model}; `--set model=xl` changes it
@@ -9,9 +9,9 @@
     lengths: [512, 1024]                       `eval_lengths` of each cell
     endpoints: {P1: {claim: below, of: {embedding: kerple_log, length: 1024}, than: ...}}
 
-Instead of a list, an axis may be a mapping. It maps the name of each value to `configs`,
-`overrides` and `seeds` for the runs with this value. `{NAME}` stands for the value of a variable,
-or for the cell's value on an axis. docs/experiments.md describes all keys.
+Instead of a list, an axis may be a mapping. The mapping contains, for the name of each value, the
+`configs`, `overrides` and `seeds` of the runs with this value. `{NAME}` is replaced by the value of
+the variable NAME, or by the cell's value on the axis NAME. docs/experiments.md describes all keys.
 """
 
 import itertools
@@ -50,11 +50,16 @@ Fault = tuple[tuple[str | int, ...], str]
 
 @dataclass(frozen=True)
 class Cell:
-    """One training run of a grid, with its configuration and its run folder.
+    """One training run of a grid, with its config and its run folder.
 
     Attributes:
-        name: The cell's values on the axes and its seed, such as `github-kerple_log-1235`.
+        name: The name of the cell: its values on the axes, and its seed, such as
+            `github-kerple_log-1235`.
         axes: Maps each axis to the cell's value on it.
+        seed: The seed of the run.
+        configs: The paths of the config files.
+        overrides: Texts `key=value`, which take precedence over the config files.
+        folder: The run folder.
         processes: The number of processes that train the cell.
     """
 
@@ -67,17 +72,25 @@ class Cell:
     processes: int
 
     def config(self) -> Config:
-        """Return the resolved configuration.
+        """Load the cell's config, and return it.
 
         Raises:
-            ConfigError: The configuration has problems.
+            ConfigError: The config has problems.
         """
         return load_config(self.configs, self.overrides, world_size=self.processes)
 
 
 @dataclass(frozen=True)
 class Grid:
-    """A set of training runs (cells) that a grid file describes."""
+    """A set of training runs (cells) that a grid file describes.
+
+    Attributes:
+        path: The path of the grid file.
+        about: The content of the grid file.
+        variables: The values of the variables.
+        runs: The folder that contains the run folders.
+        cells: The training runs.
+    """
 
     path: Path
     about: Description
@@ -92,13 +105,16 @@ class Grid:
 
 
 def read_grid(path: Path, given: Mapping[str, str] | None = None) -> Grid:
-    """Read a grid file, which describes a set of training runs. Do not load their configurations.
+    """Read a grid file, which describes a set of training runs.
+
+    The configs of the runs are not loaded.
 
     Args:
+        path: The path of the grid file.
         given: Values that replace those of the file's `variables`.
 
     Raises:
-        ConfigError: The file cannot be read, or is not a grid.
+        ConfigError: The file cannot be read, or does not describe a grid.
     """
     path = find(path)
     settings, problems = read_file(path)
@@ -125,7 +141,7 @@ def read_grid(path: Path, given: Mapping[str, str] | None = None) -> Grid:
 
 
 def filled(text: str, names: Mapping[str, str]) -> str:
-    """Replace each `{NAME}` in `text` by its value in `names`."""
+    """Return `text` with each `{NAME}` replaced by its value in `names`."""
     return re.sub(_VARIABLE, lambda found: names[found[1]], text)
 
 
@@ -152,7 +168,7 @@ def _cells(about: Description, runs: Path, variables: Mapping[str, str]) -> Iter
 
 
 def yaml_line(value: Any, names: Mapping[str, str]) -> str:
-    """Return a value as one line of YAML. Each `{NAME}` is replaced by its value in `names`."""
+    """Return a value as one line of YAML, with each `{NAME}` replaced by its value in `names`."""
     if isinstance(value, str) and re.search(_VARIABLE, value):
         return filled(value, names)  # without quotes: the value may be a number
     if isinstance(value, dict):
@@ -164,7 +180,12 @@ def yaml_line(value: Any, names: Mapping[str, str]) -> str:
 
 
 def _faults(about: Description, variables: Mapping[str, str]) -> Iterator[Fault]:
-    """Yield (place, text) for each fault of a grid file that pydantic's type checks do not find."""
+    """Yield (place, text) for each fault of a grid file that pydantic's type checks do not find.
+
+    Args:
+        about: The content of the grid file.
+        variables: The values of the variables.
+    """
     for name in variables.keys() - about.variables.keys():
         yield ("variables",), f"there is no {name}, which --set names; write its default here"
     known = {*about.variables, *about.axes, "seed"}
@@ -225,7 +246,7 @@ def _endpoint_faults(about: Description, endpoint: Endpoint) -> Iterator[str]:
 
 
 def _why(error: Mapping[str, Any]) -> str:
-    """Return the message for `error`, one of pydantic's errors."""
+    """Return the message that explains `error`, one of pydantic's errors."""
     if error["type"] != "extra_forbidden":
         return error["msg"]
     near = nearest(str(error["loc"][-1]), [*Description.model_fields, *Endpoint.model_fields])
@@ -233,7 +254,7 @@ def _why(error: Mapping[str, Any]) -> str:
 
 
 def _nested(settings: Settings) -> dict[str, Any]:
-    """Return settings as the nested mapping that the file contains."""
+    """Return settings with key paths as nested mappings, as in the file."""
     nested: dict[str, Any] = {}
     for (*outer, last), given in settings.items():
         inside = nested
@@ -244,7 +265,7 @@ def _nested(settings: Settings) -> dict[str, Any]:
 
 
 def _error(path: Path, settings: Settings, faults: Sequence[Fault]) -> ConfigError:
-    """Return the error that reports each fault (place, text) with its line."""
+    """Return the error that reports each fault (place, text) with its line in the file."""
 
     def mark(place: tuple[str, ...]) -> Mark:
         for size in range(len(place), 0, -1):

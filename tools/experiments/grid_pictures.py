@@ -1,4 +1,7 @@
-"""Draw the results of many runs by length: a curve for each value of an axis of the grid."""
+"""Draw the results of many runs by length: one curve for each value of an axis of the grid.
+
+An axis is a setting that differs between the runs.
+"""
 
 from __future__ import annotations
 
@@ -16,10 +19,17 @@ FAR = 1.5  # curves above this times the lowest end of a curve are left out of t
 
 
 def by_length(results: Frame, rows: str, metric: str, title: str) -> Figure:
-    """Plot the metric by length: the means over seeds, with a standard deviation on both sides.
+    """Plot a metric by length: one curve for each value of the axis `rows`.
 
-    Each value of the axis `rows` is a curve. More than eight share several plots, the lowest
-    curves first. If some curves rise far above others, a second plot shows those others alone.
+    A curve shows the means over seeds, with a band of one standard deviation above and below. More
+    than eight curves are distributed over several plots, the lowest curves first. If some curves
+    rise far above the others, a second plot shows only the others.
+
+    Args:
+        results: The results of all runs.
+        rows: The name of the axis.
+        metric: The name of the metric.
+        title: The title of the figure.
     """
     mean = results.pivot_table("value", rows, "length", sort=False)
     std = results.pivot_table("value", rows, "length", "std", sort=False).reindex_like(mean)

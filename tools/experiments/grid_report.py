@@ -1,6 +1,7 @@
 """Write the results of a grid as Markdown, LaTeX, CSV and one HTML file that contains its plots.
 
-matplotlib is imported inside functions, as elsewhere in this project.
+A grid is a set of training runs. matplotlib is imported inside functions, as elsewhere in this
+project.
 """
 
 from __future__ import annotations
@@ -42,12 +43,15 @@ _LATEX = {"±": r"$\pm$", "†": r"$^\dagger$"}
 
 @dataclass
 class Section:
-    """A part of a report, with a table and a plot.
+    """A section of a report, with a table and plots.
 
     Attributes:
+        title: The title of the section.
         table: The formatted results, with a column for each length.
-        moved: A formatted table of how far training moved the kernels' parameters; may be empty.
-        pictures: Maps the caption of each picture to a figure, or to the file that has it.
+        note: A text that explains the table.
+        moved: A formatted table of how far training moved the kernels' parameters. It may be empty.
+        pictures: Maps the caption of each picture to a figure, or to the path of the picture's
+            file.
     """
 
     # An axis is a setting that differs between the runs of a grid. The rows of the table are the
@@ -73,8 +77,8 @@ def sections(
 
     Args:
         results: The results of all runs.
-        moved: How far training moved the positional parameters of each run.
-        rows: The setting whose values are the rows of the tables.
+        moved: A table of how far training moved the positional parameters of each run.
+        rows: The name of the setting whose values are the rows of the tables.
         metric: The name of the metric that the tables show.
         grid: The grid of the results; None for single run folders.
         against_paper: Whether the tables also show the paper's numbers.
@@ -133,10 +137,11 @@ def write(
     """Write the report, its tables and its plots into the folder `out`.
 
     The files are `report.html`, `tables.md`, `tables.tex`, `verdicts.csv`, `by_length*.png`,
-    `by_length*.svg`, and the CSV files in `tables`. Return the paths of all files except the plots.
+    `by_length*.svg`, and the CSV files in `tables`.
 
     Args:
-        head: What `report_head.head_of` returns.
+        out: The folder.
+        head: The texts at the head of the report, such as `title`, `question` and `methods`.
         found: The sections of the report.
         verdicts: The verdicts on claims.
         remarks: Remarks for the reader.
@@ -171,7 +176,10 @@ def write(
 
 
 def change_of(verdict: Verdict) -> tuple[str, str]:
-    """Return a verdict's change and its 95% interval as texts: `-4.39%` and `-5.85 to -2.92`."""
+    """Return the change in a verdict and the interval of the change, both as texts.
+
+    The texts look like `-4.39%` and `-5.85 to -2.92`. The interval has 95% confidence.
+    """
     # All three numbers have the same number of decimals, at least two.
     values = verdict.change, verdict.low, verdict.high
     shown = max(2, decimals(max(map(abs, values)), 2))
@@ -212,7 +220,10 @@ def _table(
 
 
 def _moved(moved: Frame, rows: str) -> Frame:
-    """Format the table of how far training moved the parameters, a row per value of `rows`."""
+    """Format the table of how far training moved the parameters.
+
+    The result has one line for each value of the axis `rows` and each parameter.
+    """
     # It has a line for each parameter and each value of the axis `rows`, with means over the seeds.
     runs = moved.astype(dict.fromkeys(VALUES, float)).groupby([rows, "parameter"], sort=False)
     lines = runs[VALUES].mean().map("{:.3g}".format)
@@ -224,7 +235,7 @@ def _moved(moved: Frame, rows: str) -> Frame:
 
 
 def _number(value: float, like: float | None = None) -> str:
-    """Format `value` with four significant digits."""
+    """Format `value` with four significant digits, or with as many decimals as `like` would get."""
     # With `like`, the number of decimals is that of `like` with four significant digits.
     like = value if like is None else like
     return f"{value:,.{decimals(like, 4)}f}"
@@ -234,7 +245,15 @@ def page(
     kind: str, head: Mapping[str, str], found: Sequence[Section], verdicts: Sequence[Verdict],
     remarks: Sequence[str],
 ) -> str:  # fmt: skip
-    """Return the report as one page of the kind `html` or `md`."""
+    """Return the report as one page.
+
+    Args:
+        kind: The format of the page, `html` or `md`.
+        head: The texts at the head of the report, such as `title`, `question` and `methods`.
+        found: The sections of the report.
+        verdicts: The verdicts on claims.
+        remarks: Remarks for the reader.
+    """
     filters = {
         "address": _address,
         "numbers": _numbers,
@@ -247,14 +266,17 @@ def page(
 
 
 def _address(picture: Figure | Path) -> str:
-    """Return an address that contains the picture itself. Runs of earlier versions have PNGs."""
+    """Return an address (a data URL) that contains the picture itself.
+
+    The picture is a figure, or an SVG or PNG file.
+    """
     kind = "png" if isinstance(picture, Path) and picture.suffix == ".png" else "svg+xml"
     content = read_small(picture, 1 << 27) if isinstance(picture, Path) else pictures.svg(picture)
     return f"data:image/{kind};base64,{base64.b64encode(content).decode()}"
 
 
 def _numbers(verdict: Verdict) -> str:
-    """Return the numbers behind a verdict: `-4.39%, 95% interval -5.85 to -2.92, ...`."""
+    """Return the numbers of a verdict as text: `-4.39%, 95% interval -5.85 to -2.92, ...`."""
     if math.isnan(verdict.p):
         return "Too few runs have measured it."
     change, interval = change_of(verdict)

@@ -1,15 +1,15 @@
 """Measure how far training has moved theta, the learned parameters of the kernels.
 
-A parameter has a start value s_h and an end value e_h for each head h. (If layers have parameters
-of their own, h counts the heads of all layers. If a parameter is a table, h also counts its
-entries.) The measures of a parameter are:
+A parameter has a start value s_h and an end value e_h for each head h. If layers have parameters of
+their own, h counts the heads of all layers. If a parameter is a table, h also counts the entries of
+the table. The measures of a parameter are:
 
     start      mean of s_h
     end        mean of e_h
     change     root of the mean of (e_h - s_h)^2
     relative   change / root of the mean of s_h^2; empty if all s_h are 0
 
-The start values are drawn again from the configuration and the seed, and rounded to the run's
+The start values are computed again from the config and the seed, and rounded to the run's
 precision. The end values are those of the last logged step, which are not rounded.
 """
 
@@ -31,7 +31,9 @@ _PREFIX = "theta/"
 
 
 def of_runs(results: Frame) -> tuple[Frame, list[str]]:
-    """Return (table with a row for each run and learned parameter, remarks).
+    """Return (table of the moved parameters of all runs, remarks).
+
+    The table has a row for each run and each learned parameter.
 
     Args:
         results: The results of all runs.
@@ -55,9 +57,12 @@ def of_run(folder: Path) -> list[dict[str, Any]]:
 
     A run that began with the weights of another run has no rows.
 
+    Args:
+        folder: The run folder.
+
     Raises:
-        ConfigError: The run's configuration cannot be loaded, or describes other parameters than
-            the run has logged.
+        ConfigError: The run's config cannot be loaded, or its parameters differ from the logged
+            parameters.
     """
     step, logged = _last_logged(folder)
     start = _start(folder) if logged else {}
@@ -82,7 +87,7 @@ def _rms(values: np.ndarray) -> float:
 
 
 def _last_logged(folder: Path) -> tuple[int, dict[str, np.ndarray]]:
-    """Return the last step at which a run logged learned parameters, and their values."""
+    """Return the last step at which a run logged learned parameters, and these parameters."""
     # The result is (0, {}) if the run logged none.
     for row in RunFolder(folder).metrics_rows(newest_first=True):
         named = {name.removeprefix(_PREFIX): row[name] for name in row if name.startswith(_PREFIX)}

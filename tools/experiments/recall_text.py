@@ -1,9 +1,10 @@
-"""Write documents that can only be predicted by recalling what stands earlier in them.
+"""Write documents that can only be predicted by recalling what occurs earlier in them.
 
     python tools/experiments/recall_text.py --documents 500 --out data/recall.jsonl
 
-A document assigns random numbers to random names, and asserts all of them later in another order;
-or it lists random words twice. The numbers of names and words lie between 4 and 128, evenly on a
+There are two kinds of documents. A document of the first kind assigns random numbers to random
+names, and later asserts all these numbers in another order. A document of the second kind lists
+random words twice. A document has 4 to 128 names or words, and this number is uniform on a
 logarithmic scale. A seed gives the same documents on every machine.
 """
 
@@ -17,7 +18,7 @@ from megatron.files import write_text
 
 
 def recall_document(rng: random.Random) -> str:
-    """Return a random document: names with numbers that recur, or a list of words that recurs."""
+    """Return a random document, in which names with numbers or a list of words occur twice."""
     count = round(2 ** rng.uniform(2, 7))
     words = [
         "".join(rng.choices(string.ascii_lowercase, k=rng.randint(2, 6))) for _ in range(count)

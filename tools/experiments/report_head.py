@@ -1,4 +1,4 @@
-"""Describe the runs of a report: the title, the question, the methods, and where they ran."""
+"""Write the head of a report: title, question, methods, and the origin of the runs."""
 
 import itertools
 import shlex
@@ -15,17 +15,18 @@ from tools.experiments.results import Frame
 
 
 def head_of(found: Frame, grid: Grid | None, arguments: Sequence[str]) -> dict[str, str]:
-    """Describe the runs of a table of results.
+    """Return the head of a report as a dict of texts, which describe the runs.
 
     Args:
-        found: The table that `results.of_grid` or `results.of_folders` returns.
+        found: The table of the results of all runs.
+        grid: The grid of the runs; None for single run folders.
         arguments: The command line of `tools/table.py`.
 
     Returns:
-        The `title` and the `question` of the report. `methods`: two sentences, how the models were
-        trained and how they are compared. `models`: the models, the data and the date, for the
-        titles of pictures. `rebuild`: the commands that make the report again. `origin`: the
-        commits and machines of the runs, and the code that wrote the report.
+        A dict with these texts. `title` and `question`: the title and the question of the report.
+        `methods`: how the models were trained, and how they are compared. `models`: the models, the
+        data and the date, for the titles of pictures. `rebuild`: the commands that make the report
+        again. `origin`: the commits and machines of the runs, and the code that wrote the report.
     """
     runs = [RunFolder(folder) for folder in found["folder"].unique()]
     configs, starts = [read_file(run.config)[0] for run in runs], _starts(runs)

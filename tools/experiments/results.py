@@ -1,9 +1,10 @@
 """Read the results of finished runs into one table: a row for each run, length and metric.
 
-In a run folder, all CSV files are read that have a column `length`, with one row for each length,
-and a column for at least one metric in `METRICS`. Where several have a result, that of
-`extrapolation.csv` or `accuracy.csv` counts. In the folder `suite`, which `evaluate.py --suite`
-writes, only the files in `CURVES` and `GAINS` are read. Their first column is taken as the length.
+In a run folder, a CSV file is read if it has a column `length`, with one row for each length, and a
+column for at least one metric in `METRICS`. If several files contain the same result, that of
+`extrapolation.csv` or `accuracy.csv` is used. In the folder `suite`, which `evaluate.py --suite`
+writes, only the files in `CURVES` and `GAINS` are read. In these files, the column `context` is the
+length.
 """
 
 from collections.abc import Sequence
@@ -39,10 +40,11 @@ reads exactly W tokens before each scored token, and over the windowed twin.
 
 
 def of_grid(grid: Grid) -> tuple[Frame, list[str]]:
-    """Return (table of the results of all finished runs, remarks).
+    """Return (table of the results of all finished runs of a grid, remarks).
 
     Args:
-        grid: A set of training runs. Each setting that differs between them has a column.
+        grid: A set of training runs. The table has a column for each setting that differs between
+            the runs.
     """
     # The runs are called cells, and the settings axes. There is a remark for each cell that is left
     # out, and for each cell whose results are stale (see `state_of`).
@@ -78,7 +80,7 @@ def of_grid(grid: Grid) -> tuple[Frame, list[str]]:
 def of_folders(folders: Sequence[Path]) -> Frame:
     """Return the results of run folders that belong to no grid, as a table.
 
-    The column `embedding` says which run a row belongs to.
+    The column `embedding` identifies the run of each row.
 
     Raises:
         OSError: A folder has no `config.yml`.
@@ -108,7 +110,9 @@ def of_run(folder: Path, record: Record | None = None) -> tuple[Frame, list[str]
     The table has the columns `length`, `metric` and `value`.
 
     Args:
-        record: The record of the run. Results with other settings are left out. None keeps all.
+        folder: The run folder.
+        record: The record of the run's inputs. Results of the suite that were measured with other
+            settings are left out. With None, no results are left out.
 
     Raises:
         DataError: A table is damaged.
@@ -143,10 +147,10 @@ def of_run(folder: Path, record: Record | None = None) -> tuple[Frame, list[str]
 
 
 def _checked(path: Path, table: Frame) -> Frame:
-    """Return `table` with whole numbers in the column `length` and numbers in the column `value`.
+    """Check that `length` and `value` are columns of numbers in `table`, and return the table.
 
     Raises:
-        DataError: A length is not a whole number, or a value is not a number.
+        DataError: A length or a value is not a number.
     """
     try:
         whole = table["length"].astype(float) % 1 == 0

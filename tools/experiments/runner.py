@@ -1,7 +1,8 @@
-"""Run the cells of a grid, several at a time, each in a process and with a log of its own.
+"""Run the cells (training runs) of a grid, several at a time.
 
-A signal to `tools/sweep.py` is passed on to the cells, which save a checkpoint and end. The next
-sweep resumes them. A cell that fails is reported with the end of its log, and the others go on.
+Each cell has its own process and its own log. A signal to `tools/sweep.py` is passed on to the
+cells, which save a checkpoint and end. The next sweep resumes these cells. If a cell fails, the end
+of its log is printed, and the other cells continue.
 """
 
 import os
@@ -42,7 +43,13 @@ class _Running:
 
 
 def start(command: Sequence[str], log: IO[bytes], environ: dict[str, str]) -> Any:
-    """Start a process in its own session, so that Ctrl-C in the terminal does not end it."""
+    """Start a process in its own session, so that Ctrl-C in the terminal does not end it.
+
+    Args:
+        command: The command with its arguments.
+        log: The file to which the process writes its output.
+        environ: The environment variables of the process.
+    """
     return subprocess.Popen(
         command,
         stdin=subprocess.DEVNULL,
@@ -72,9 +79,9 @@ class Runner:
 
     Attributes:
         failed: The runs that failed.
-        left: The runs that another job was doing.
-        signals: The number of signals received. The first lets the runs save and end. The second
-            kills them.
+        left: The runs that were left to another job, because that job writes their folders.
+        signals: The number of received signals. After the first signal, the runs save and end.
+            After the second signal, they are killed.
     """
 
     def __init__(
@@ -88,7 +95,7 @@ class Runner:
         self.signals = 0
 
     def receive(self, *_: object) -> None:
-        """Handle a signal: let all runs save and end, or kill them at the second signal."""
+        """Receive a signal: at the first, let all runs save and end; at the second, kill them."""
         self.signals += 1
         for each in self._running:
             if self.signals > 1:
@@ -97,9 +104,10 @@ class Runner:
                 each.process.send_signal(signal.SIGTERM)
 
     def run(self, cells: Sequence[Cell]) -> None:
-        """Run the cells (training runs) until all have ended.
+        """Run the cells (training runs) until all of them have ended.
 
-        After a signal, start no further cells, and return when the running cells have ended.
+        After a signal, no further cells are started, and the method returns when the running cells
+        have ended.
         """
         waiting, begun, reported = deque(cells), time.monotonic(), time.monotonic()
         self._total, self._work, self._ended = len(cells), float(len(cells)), 0.0
@@ -144,7 +152,8 @@ class Runner:
         """Start the process of one run of a grid.
 
         Args:
-            record: The record of the run.
+            cell: The run.
+            record: The record of the run's inputs, which is written to the run folder.
             given: Environment variables for the process.
             lease: The exit stack that releases the run folder.
         """
@@ -185,7 +194,7 @@ class Runner:
         self._changed()
 
     def _judge(self, each: _Running) -> None:
-        """Print how the process of a run ended, and write this into the run's record."""
+        """Decide how the process of a run ended, print it, and write it into the run's record."""
         cell, record = each.cell, each.record
         record.seconds += time.monotonic() - each.begun
         code = each.process.returncode
@@ -213,7 +222,12 @@ class Runner:
         self._say(f"{cell.name}: FAILED: {why}")
 
     def _progress(self, begun: float, waiting: int) -> str:
-        """Return a line with the number of ended runs and an estimate of the time left."""
+        """Return a line with the number of ended runs and an estimate of the remaining time.
+
+        Args:
+            begun: The start time of the sweep, from `time.monotonic`.
+            waiting: The number of runs that have not started.
+        """
         done = self._ended + sum(share_done(each.cell) - each.before for each in self._running)
         passed = time.monotonic() - begun
         left = clock(passed * max(0.0, self._work - done) / done) if done > 0 else "unknown"

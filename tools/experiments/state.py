@@ -1,10 +1,11 @@
-"""Find the state of each cell of a grid, from the file `cell.json` in its run folder.
+"""Find the state of each cell (run) of a grid, from the file `cell.json` in its run folder.
 
-A cell is finished if its run took its last step and measured all lengths. A run is *stale* if its
-resolved configuration, its text or the code has changed since the run began. A stale run is neither
-continued nor repeated, unless the user decides otherwise. If only keys of the evaluation have
-changed, or if another evaluation has replaced the results, the run is not stale: it is continued,
-and its lengths are measured again.
+A run is finished if it took its last step and measured all lengths. A run is *stale* if its
+resolved config, its text or the code has changed since the run began. A stale run is neither
+continued nor repeated, unless the user decides otherwise.
+
+In two cases the run is not stale: only keys of the evaluation have changed, or another evaluation
+has replaced the results. The run is then continued, and its lengths are measured again.
 """
 
 from __future__ import annotations
@@ -45,10 +46,14 @@ class Record:
     """The inputs of one run of a grid, and how the run ended.
 
     Attributes:
-        config: The resolved configuration without the folders of the run.
+        cell: The name of the run in the grid.
+        axes: Maps each setting that differs between the runs to the value in this run.
+        seed: The seed of the run.
+        config: The resolved config, without the folders of the run.
         text: The fingerprint of the tokens on which the run trains.
         code: The fingerprint of the code, and the versions of the libraries that compute.
-        seconds: The wall time of the run so far, in all processes that continued it.
+        host: The name of the machine.
+        seconds: The wall time of the run so far, in all processes that started or continued it.
         state: How the last of these processes ended, or `running` if it has not ended.
     """
 
@@ -70,7 +75,7 @@ class Record:
         """Return the record of a run of `cell` that starts now.
 
         Raises:
-            ConfigError: The cell's configuration has problems.
+            ConfigError: The cell's config has problems.
             DataError: The cell's tokens cannot be read.
         """
         config = cell.config()
@@ -78,7 +83,7 @@ class Record:
 
     @classmethod
     def read(cls, folder: Path) -> Record | None:
-        """Return the record in a run folder, or None if the record is missing or damaged."""
+        """Read the record in a run folder. Return None if the record is missing or damaged."""
         with suppress(OSError, ValueError):
             return _RECORD.validate_json(read_small(folder / RECORD, _MOST_BYTES))
         return None
@@ -92,7 +97,7 @@ _RECORD = TypeAdapter(Record)
 
 
 def settings(config: Config) -> dict[str, Any]:
-    """Return the config keys that can change results, with their values as JSON types."""
+    """Return the settings that can change results, as a dict from config key to JSON value."""
     flat = json.loads(json.dumps(config.to_flat_dict()))
     found = {key: value for key, value in flat.items() if not key.startswith(_PLACES)}
     load, save = config.checkpoint.load, config.checkpoint.save
@@ -100,7 +105,7 @@ def settings(config: Config) -> dict[str, Any]:
 
 
 def code() -> dict[str, str]:
-    """Return a fingerprint of the code that trains, and the versions of its libraries."""
+    """Return a fingerprint of the code that trains, and the versions of Python and of libraries."""
     libraries = {name: version(name) for name in ("torch", "deepspeed", "numpy")}
     return {"megatron": fingerprint(), "python": platform.python_version(), **libraries}
 
@@ -109,7 +114,7 @@ _texts: dict[str, str] = {}
 
 
 def text_of(config: Config) -> str:
-    """Return the fingerprint of the tokens on which a configuration trains.
+    """Return the fingerprint of the text (tokens) on which a run with this config trains.
 
     Raises:
         DataError: The tokens cannot be read.
@@ -160,13 +165,21 @@ def state_of(cell: Cell) -> tuple[State, str]:
 
 
 def is_complete(folder: Path, record: Record) -> bool:
-    """Return whether a run took its last step and measured all lengths."""
+    """Return whether a run took its last step and measured all lengths.
+
+    Args:
+        folder: The run folder.
+        record: The record of the run's inputs.
+    """
     step = RunFolder(folder).newest_step()
     return step >= record.config["train_iters"] and not why_not_measured(folder, record)
 
 
 def why_not_measured(folder: Path, record: Record) -> str:
-    """Return why a run folder holds no results with the settings in `record`, or "" if it does."""
+    """Return why a run folder has no results with the settings in `record`.
+
+    If there are such results, return "".
+    """
     paths = [path for path in RunFolder(folder).results if path.exists()]
     try:
         found = [other_measurement(path, read_table(path), record) for path in paths]
@@ -176,7 +189,15 @@ def why_not_measured(folder: Path, record: Record) -> str:
 
 
 def other_measurement(path: Path, table: Frame, record: Record) -> str:
-    """Return how the settings of a table differ from those of the run, or "" if they agree."""
+    """Return a text that names the settings of a table that differ from those of the run.
+
+    If the settings agree, return "".
+
+    Args:
+        path: The path of the table.
+        table: The table of results.
+        record: The record of the run's inputs.
+    """
     # Settings without a column in `table` are not compared.
     asked = record.config.get
     wanted = {"distance_scale": asked("eval_distance_scale"), "split": asked("eval_split")}
@@ -205,7 +226,7 @@ def read_table(path: Path) -> Frame:
 
 
 def share_done(cell: Cell) -> float:
-    """Return how much of its training the run of a cell has done, as a share of its steps."""
+    """Return the share of its training steps that the run of a cell has done, from 0 to 1."""
     record = Record.read(cell.folder)
     steps = record.config.get("train_iters") if record else None
     if not isinstance(steps, int) or steps < 1:
@@ -217,7 +238,7 @@ def share_done(cell: Cell) -> float:
 
 
 def write_index(cells: Sequence[Cell], runs: Path) -> pd.DataFrame:
-    """Write a table of all runs of a grid to `cells.csv` in the folder `runs`. Return the table."""
+    """Write a table of all runs to `cells.csv` in the folder `runs`, and return the table."""
     # Each row has a run's state, run folder, wall time, machine and versions.
     rows = []
     for cell in cells:

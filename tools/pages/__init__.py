@@ -1,1 +1,1 @@
-"""Build the documentation site: what `mkdocs.yml` and `docs/configuration.md` need."""
+"""Build the documentation site: hooks for `mkdocs.yml`, and the page `docs/configuration.md`."""

@@ -1,9 +1,9 @@
-"""Choose the files of the documentation site, its order of search results, and typeset formulas.
+"""Choose the files of the documentation site, rank its search results, and typeset formulas.
 
 `mkdocs.yml` names this module as a hook.
 
 The site has the same folders as the repository, so a relative link works in both. The site contains
-README.md, all pages of docs/, and every file of the repository that one of these pages links to.
+README.md, all pages of docs/, and every file of the repository to which one of these pages links.
 """
 
 import html
@@ -22,9 +22,9 @@ _LINK = re.compile(r"\]\(([^)#\s]+)")
 
 
 def on_config(config: MkDocsConfig) -> MkDocsConfig:
-    """Add a link to the repository, if the environment variable REPOSITORY_URL has its address.
+    """Add a link to the repository, if the environment variable REPOSITORY_URL contains an address.
 
-    The theme's own `repo_url` would ask the host for the number of stars.
+    The theme's own option `repo_url` would ask the host for the repository's number of stars.
     """
     if address := os.environ.get("REPOSITORY_URL"):
         config.extra["social"] = [{"icon": "fontawesome/brands/git-alt", "link": address}]
@@ -43,7 +43,10 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Let the search show pages of the lab after those for users."""
+    """Rank pages about the project's development below the pages for users in search results.
+
+    The page's text is returned unchanged.
+    """
     if page.file.src_uri.startswith(_LAB):
         page.meta["search"] = {"boost": 0.0001}
     return markdown
@@ -60,7 +63,7 @@ def _mathml(found: re.Match[str]) -> str:
 
 
 def _reached(root: Path) -> set[str]:
-    """Return the paths, relative to `root`, of all pages and of the files that they link to."""
+    """Return the paths of all pages, and of the files to which they link, relative to `root`."""
     found: set[str] = set()
     ahead = [root / "README.md", *(root / "docs").rglob("*.md")]
     while ahead:
@@ -75,7 +78,7 @@ def _reached(root: Path) -> set[str]:
 
 
 def _targets(page: Path) -> list[Path]:
-    """Return the files that a page links to. MkDocs itself reports links that lead to no file."""
+    """Return the existing files to which a page links. MkDocs itself reports broken links."""
     links = _LINK.findall(page.read_text("utf-8"))
     targets = [(page.parent / link).resolve() for link in links if "://" not in link]
     return [target for target in targets if target.is_file()]

@@ -2,8 +2,8 @@
 
     python tools/pages/reference.py
 
-The meaning of a key is the comment of its field in `megatron/config/sections/`. The accepted values
-are copied from the error message for a wrong value of the key.
+The description of a key is the comment at its field in `megatron/config/sections/`. The accepted
+values are copied from the error message for a wrong value of the key.
 """
 
 import ast
@@ -57,7 +57,7 @@ def page() -> str:
 
 
 def meanings(section: type[Section]) -> dict[str, str]:
-    """Return the comment in the source code on each field, by the field's name."""
+    """Return the meaning of each field of a section: the comment on it in the source code."""
     lines = inspect.getsource(section).splitlines()
     [tree] = ast.parse("\n".join(lines)).body
     found = {}
@@ -81,7 +81,7 @@ def _rows(section: type[Section]) -> list[tuple[str, ...]]:
 
 
 def _default(info: FieldInfo) -> str:
-    """Return a field's default as it is written in YAML, or `required`, `derived` or `none`."""
+    """Return the default of a field in YAML, or `required`, `derived` or `none`."""
     if info.is_required():
         return "required"
     value = info.get_default(call_default_factory=True)
@@ -91,7 +91,7 @@ def _default(info: FieldInfo) -> str:
 
 
 def _values(section: type[Section], name: str) -> str:
-    """Return the values that the field `name` accepts, in the words of its error message."""
+    """Return a description of the values that the field `name` accepts, from its error message."""
     try:
         section.__pydantic_validator__.validate_assignment(section.model_construct(), name, object)
     except ValidationError as error:
@@ -101,7 +101,7 @@ def _values(section: type[Section], name: str) -> str:
 
 
 def _grouped(notes: Mapping[str, tuple[str, ...]]) -> list[tuple[str, ...]]:
-    """Return a row of the page for each group of keys that have the same notes."""
+    """Group keys that have the same notes, and return one row of the page for each group."""
     # The first entry of a row names all keys of the group. The other entries are the notes.
     keys: dict[tuple[str, ...], list[str]] = {}
     for key, note in notes.items():

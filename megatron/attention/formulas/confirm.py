@@ -1,12 +1,14 @@
-"""Check that what was read from a distance kernel's formula computes the same as the formula.
+"""Check that code derived from a distance kernel's formula computes the same as the formula.
 
-A reading is a symbolic expression (`trace`), or the device functions generated from it. Its logits
-and their gradients with respect to theta (the distance kernel's parameters) are compared with the
-embedding's in float64, at distances up to 1e6 and with theta at its bounds.
+The derived code is a symbolic expression (`trace`), or Triton device functions that are generated
+from the expression. The logits of the derived code, and their gradients with respect to theta (the
+distance kernel's parameters), are compared with exact values. The embedding's own formula computes
+the exact values in float64. The distances go up to 1e6, and some samples have theta at its bounds.
 
-The error of a reading in fp32 may be 8 times the error of the embedding's own formula in fp32, plus
-4 times the change of the true result when the last bits of theta and the distance change, plus 1e-4
-of the result's size. Where the embedding's formula is not finite, anything is accepted.
+In fp32, the allowed error of the derived code is a sum of three numbers: 8 times the error of the
+embedding's own formula in fp32, 4 times the change of the exact result when the last bits of theta
+and the distance change, and 1e-4 of the size of the exact result. Where the embedding's formula is
+not finite, every result is accepted.
 
 Legend: R samples, N columns of theta. Results [R, 1 + N] are logits, followed by their gradients.
 """
@@ -68,8 +70,8 @@ class Confirmation:
 
         Args:
             got: The logits and gradients to be checked.
-            share: Multiplies the rounding errors of fp32 in the allowed error.
-            least: Multiplies the size of the exact result in the allowed error.
+            share: The number that multiplies the rounding errors of fp32 in the allowed error.
+            least: The number that multiplies the size of the exact result in the allowed error.
         """
         theta, s, *_ = self.inputs
         # 1 for a logit, and 1 / max(1, |theta|) for a derivative with respect to theta.

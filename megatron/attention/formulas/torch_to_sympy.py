@@ -1,4 +1,4 @@
-"""Translate to sympy the graph of operations that torch's tracer has recorded; see `trace`."""
+"""Translate a torch function to a sympy expression, as described in `trace`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ HEADS, DISTANCES, FURTHER = 3, (0.0, 1.0, 2.0, 7.0, 100.0), (3.0, 700.0, 40.0, 1
 
 
 class Unreadable(ValueError):
-    """A torch function cannot be translated to a sympy expression. The message says why."""
+    """A torch function cannot be translated to a sympy expression. The message has the reason."""
 
 
 class Reader:
@@ -32,7 +32,7 @@ class Reader:
         """Return the result of a torch function as a sympy expression, or None if it is None.
 
         Raises:
-            Unreadable: The result cannot be written as such an expression.
+            Unreadable: The result cannot be written as a sympy expression.
         """
         from torch.fx.experimental.proxy_tensor import make_fx
         from torch.fx.node import map_arg
@@ -85,7 +85,7 @@ class Reader:
         raise Unreadable("it uses theta as a whole, not column by column")
 
     def columns(self, indices: Tensor) -> list[Any]:
-        """Return the symbols of the columns of theta that a tensor of indices names."""
+        """Return the symbols of those columns of theta whose indices are in a tensor."""
         return [self.theta[int(n)] for n in indices.unique()]
 
     def operation(self, target: Any, args: list, kwargs: dict) -> Any:
@@ -118,7 +118,7 @@ SAME = {"_to_copy", "view", "_unsafe_view", "reshape", "unsqueeze", "expand", "c
 
 
 def exact(value: float) -> Any:
-    """Return a number as a sympy number, which is rational for multiples of 1/2."""
+    """Convert a number to a sympy number. A multiple of 1/2 becomes an exact fraction."""
     import sympy
 
     doubled = 2.0 * float(value)

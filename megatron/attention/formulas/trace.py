@@ -1,18 +1,18 @@
 """Read a distance kernel's torch formula as a symbolic expression.
 
 A distance kernel is a bias or a factor that depends on the query-key distance. `read` runs the
-embedding's methods `bias_at` and `weight` on a few numbers under torch's tracer, and translates the
-recorded operations to sympy. The result has one symbol for the distance and one for each column of
-theta. From this expression `megatron.kernels.codegen` generates Triton device functions with their
-derivatives, and `flex` makes FlexAttention's score_mod.
+embedding's methods `bias_at` and `weight_at` on a few numbers under torch's tracer, and translates
+the recorded operations to sympy. The result has one symbol for the distance and one for each column
+of theta. From this expression `megatron.kernels.codegen` generates Triton device functions with
+their derivatives, and `flex` makes FlexAttention's score_mod.
 
-Some biases also depend on the query's position i, and so does the factor if there is a temperature.
-The expression then has a symbol for i. A layer of hidden units (as in FIRE) becomes a single sympy
-function.
+Some biases also depend on the query's position i. With a temperature, the factor also depends on i.
+In both cases, the expression has a symbol for i. A layer of hidden units (as in FIRE) becomes a
+single sympy function.
 
-A formula has a symbolic expression only if it treats each distance and each head separately. A
-lookup in a table, as in T5's bias, has none. Before an expression is used, it is evaluated at other
-numbers and compared with the embedding.
+A formula has a symbolic expression only if it treats each distance and each head separately. For
+example, T5's bias has no expression, because it is a lookup in a table. Before an expression is
+used, it is evaluated at other numbers and compared with the embedding.
 """
 
 from __future__ import annotations
@@ -43,7 +43,8 @@ def read(pos: PositionalEmbedding) -> Formula:
     """Return the formula of a positional embedding as symbolic expressions.
 
     Raises:
-        Unreadable: There is no such expression, for example because the embedding uses a table.
+        Unreadable: The formula cannot be written as expressions, for example because it uses a
+            table.
     """
     import sympy
 
@@ -69,7 +70,7 @@ def read(pos: PositionalEmbedding) -> Formula:
 
 
 def parts_of(pos: PositionalEmbedding) -> tuple[Callable[..., Tensor | None], ...]:
-    """Return two torch functions, which compute the embedding's bias and weight."""
+    """Return the two parts of an embedding's formula: torch functions for its bias and weight."""
     # Both take theta, the distances and the positions. Both may return None.
     return pos.bias_at, pos.weight_at
 

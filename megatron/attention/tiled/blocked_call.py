@@ -22,23 +22,24 @@ this condition. Therefore memory stays linear in T."""
 class BlockedCall:
     """One attention call, computed tile by tile on the CPU.
 
-    B is the batch size, H the number of heads, T of queries and S of keys. E is the head size.
+    B is the batch size, H is the number of heads, T is the number of queries, S is the number of
+    keys, and E is the head size.
 
     Args:
         q_BHTE, k_BHSE, v_BHSE: The queries, the keys and the values, in any floating dtype.
         bias_HS: The bias of the logits at distances 0 ... S-1. Its dtype is the dtype of all
             computations.
-        weight_HS: Multiplies the query-key products at distances 0 ... S-1. None means 1.
+        weight_HS: The factor of the query-key products at distances 0 ... S-1. None means 1.
         decay_BHS: The sum c of all log-decays up to each position, or None. c_i - c_j is added to
             the logit of query i and key j.
         sink_H: The logit of each head's attention sink. None without a sink.
-        starts_BT: The first key of each query's document, from the last query to the first. None if
-            each sequence is one document.
+        starts_BT: The first key of each query's document. The last query comes first. None if each
+            sequence is one document.
         seed: The seed of the dropout mask. None without dropout.
         scale: The number that multiplies the query-key products, usually 1/sqrt(E).
         dropout_p: The probability of dropping a softmax weight.
-        window: The largest distance at which a query sees a key, or None. `bias_HS` must be -inf
-            beyond it.
+        window: The largest distance at which a query sees a key, or None. `bias_HS` must be -inf at
+            larger distances.
         row_bias: A bias that depends on the query's position, or None.
     """
 
@@ -86,7 +87,7 @@ class BlockedCall:
         return x_NXE.view(self.B, self.H, -1, self.E).to(self.out_dtype)
 
     def new_kept(self) -> Tensor | None:
-        """Return a buffer for the attention probabilities, or None if it would be too large."""
+        """Return a buffer for the attention probabilities, or None if they are not to be stored."""
         # With a factor w, the backward pass computes the query-key products again anyway. With a
         # sink, it also needs the sink's softmax weights.
         size, plain = self.tiles[-1].start + self.tiles[-1].size, (self.weight or self.sink) is None
@@ -186,10 +187,9 @@ class BlockedCall:
     def backward(
         self, grad_BHTE: Tensor, kept: Tensor | None, *, need_bias: bool, need_weight: bool
     ) -> tuple[Tensor | None, ...]:
-        """Return the gradients of all inputs, in a fixed order. They are None for absent inputs.
+        """Return the gradients of all inputs. The gradient of an absent input is None.
 
-        The order is q, k, v, bias, weight, decay, sink. The last are the gradients of the
-        parameters of a bias that depends on the query's position.
+        The order is q, k, v, bias, weight, decay, sink, and the parameters of `row_bias`.
 
         Args:
             grad_BHTE: The gradient of the output [batch, heads, queries, head size].
@@ -254,7 +254,7 @@ class BlockedCall:
             ds_mRn.addcmul_(probs_mRn, dlse_mR[..., None])
 
     def _gradients_of_terms(self) -> tuple[Tensor | None, ...]:
-        """Return the gradients of the decay, the sink and the positional bias."""
+        """Return the gradients of the decay, the sink and the parameters of `row_bias`."""
         dc_BHS = ds_H = None
         if self.decay is not None:
             if self.dlse_NT is not None:

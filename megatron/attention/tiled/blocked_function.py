@@ -1,6 +1,6 @@
 """Compute blocked attention as an autograd function (see `blocked`).
 
-Exports contain this file (see `megatron.hub.bundle`).
+Exported models contain a copy of this file (see `megatron.hub.bundle`).
 
 Legend: see `blocked`. N columns of theta.
 """
@@ -59,7 +59,7 @@ def run(inputs: tuple[Tensor | None, ...], others: tuple) -> Any:
 
 
 def _call(inputs: Sequence[Any], others: Sequence[Any]) -> BlockedCall:
-    """Prepare attention that is computed tile by tile."""
+    """Return a `BlockedCall` made of the arguments of the autograd function."""
     *inputs, theta_HN, positions_BT = inputs
     *numbers, pos, _ = others
     row_bias = None

@@ -35,7 +35,7 @@ def softmax(scores_mRn: Tensor) -> Tensor:
 
 
 class Decay:
-    """The decay c of one attention call, as of a forget gate, and the gradient of c.
+    """The decay c of one attention call, and the gradient of c. A forget gate computes a decay.
 
     c_i - c_j is added to the logit of query i and key j.
 
@@ -64,7 +64,7 @@ class Decay:
         return (c_mX - self.c_NS[tile.items, middle, None]).to(self.dtype)
 
     def add_gradient(self, tile: QueryTile, ds_mRn: Tensor) -> None:
-        """Add one tile's part of the decay's gradient."""
+        """Add the contribution of one tile to the gradient of the decay."""
         self.grad_NS[tile.items, tile.seen] -= ds_mRn.sum(1)
 
 

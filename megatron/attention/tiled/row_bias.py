@@ -19,8 +19,8 @@ class RowBias:
     Args:
         pos: The positional embedding.
         theta_HN: The embedding's parameters [heads, parameters].
-        positions_BT: The position of each query in its document [batch or 1, queries], from the
-            last query to the first.
+        positions_BT: The position of each query in its document [batch or 1, queries]. The last
+            query comes first.
         keys: The number of keys.
     """
 

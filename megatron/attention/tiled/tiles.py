@@ -1,4 +1,4 @@
-"""Define which queries of which heads the blocked attention computes together.
+"""Define tiles: the queries and heads for which blocked attention is computed together.
 
 A tile consists of R query rows of some heads, and of the n keys from the first to the last that any
 of these queries sees. Documents and windows make tiles narrower. The tile's scores are [sequences,
@@ -33,7 +33,8 @@ class QueryTile:
         items: The tile's pairs of sequence and head, as a slice of all pairs.
         rows: The tile's queries, counted from the last query of a sequence to its first.
         first: The tile's first key.
-        keys: The number of keys, up to the position of the latest query.
+        keys: The number of the tile's keys. The last key has the position of the tile's latest
+            query.
         mixed: Whether the queries belong to several documents, so that scores need a mask.
     """
 
@@ -95,8 +96,8 @@ def walk(
         heads: The number of heads.
         queries: The number of queries in a sequence.
         keys: The number of keys in a sequence.
-        starts: For each sequence, the first key of each query's document, from the last query to
-            the first. None means that each sequence is one document.
+        starts: The first key of each query's document, one list for each sequence. The last query
+            comes first. None means that each sequence is one document.
         window: The largest distance at which a query sees a key. None means any distance.
     """
     rows = block_rows(queries, keys)

@@ -12,10 +12,10 @@ which depends only on r + c. Therefore two operations need neither an index tens
   followed by R - 1 entries -inf for distances < 0 (future keys). The matrix is a view of this
   vector with strides (1, 1), and it is also the causal mask.
 - Summing the entries of a matrix at each distance. Let a contiguous [R, n] matrix be zero at future
-  keys. Skip its first entry, which is the only one at distance n - 1. Read the entries that follow
-  as R rows of n - 1 entries. (The last R - 1 entries are left over. They are for future keys.) Then
-  column n - 2 - d contains all entries at distance d, and apart from them only zeros. So one plain
-  sum over rows gives the sums for all distances.
+  keys. Skip its first entry, which is the only entry at distance n - 1. Read the entries that
+  follow as R rows of n - 1 entries. (The last R - 1 entries are then left out. They are for future
+  keys.) Then column n - 2 - d contains all entries at distance d, and apart from them only zeros.
+  So one plain sum over rows gives the sums for all distances.
 
 (Reversing the keys instead of the queries would be less exact. A row would then start with its
 nearest keys, and in the softmax's running sum their large weights would absorb the small weights
@@ -47,20 +47,22 @@ class DistanceVector:
     def block(self, heads: slice, rows: int, keys: int) -> Tensor:
         """Return the value for each pair of query and key, as a view [heads, queries, keys].
 
-        The last query is at the position of the last key. It comes first in the view.
+        Row 0 of the view is the last query, which is at the position of the last key.
         """
         some_HX = self.padded_HX[heads, self.length - keys :]
         return some_HX.as_strided((some_HX.shape[0], rows, keys), (some_HX.stride(0), 1, 1))
 
 
 def add_diagonal_sums(reversed_HS: Tensor, matrix_BHRn: Tensor) -> None:
-    """Sum a matrix of queries and keys over all entries at the same distance, and add the result.
+    """Add the sum of each diagonal of `matrix_BHRn` to `reversed_HS`.
+
+    A diagonal consists of all pairs of a query and a key at the same distance, in all sequences.
 
     Args:
-        reversed_HS: The sums so far [heads, S], changed in place. Index S - 1 - d belongs to
-            distance d.
-        matrix_BHRn: A contiguous tensor [batch, heads, queries, keys], with 0 at future keys. The
-            last query comes first.
+        reversed_HS: The sums so far [heads, S], changed in place. S is the number of distances. The
+            sum for distance d has the index S - 1 - d.
+        matrix_BHRn: A contiguous tensor [batch, heads, queries, keys]. Its entries for future keys
+            must be 0. The last query comes first.
     """
     matrix_HRn = matrix_BHRn[0] if len(matrix_BHRn) == 1 else matrix_BHRn.sum(0)
     # The order of summation depends only on the shapes, so the result is repeatable bit for bit.

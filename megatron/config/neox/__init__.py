@@ -1,1 +1,1 @@
-"""Translate GPT-NeoX's config keys into fields of `config/schema.py`, with tables of known keys."""
+"""Translate GPT-NeoX's config keys into fields of `config/schema.py`, and list the known keys."""

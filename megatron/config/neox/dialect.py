@@ -1,8 +1,14 @@
 """Translate config keys of GPT-NeoX, and of KERPLE's fork of it, into fields of `config/schema.py`.
 
-Each key belongs to one of five groups: keys that set a field, keys that are read together with
-other keys (`keys_read_together.py`, `zero.py`), keys without effect (`no_effect.py`), refused keys
-(`refused.py`) and unknown keys. The values of fields are validated later, by `load_config`.
+Each key belongs to one of five groups:
+
+1. keys that set a field by themselves;
+2. keys that are read together with other keys (`keys_read_together.py`, `zero.py`);
+3. keys without effect (`no_effect.py`);
+4. refused keys (`refused.py`);
+5. unknown keys.
+
+The values of fields are validated later, by `load_config`.
 """
 
 from megatron.config.neox import keys_read_together, zero
@@ -26,6 +32,9 @@ def translate(settings: Settings) -> Translation:
 
     Args:
         settings: The settings of all config files and overrides, already merged.
+
+    Returns:
+        The values of the fields, with notes for the user and problems.
     """
     out = Translation()
     for path, given in settings.items():
@@ -62,7 +71,15 @@ def _by_key(settings: Settings) -> dict[str, Given]:
 
 
 def _sort_keys(by_key: dict[str, Given], out: Translation) -> dict[str, Given]:
-    """Translate every key that can be translated alone, and return the other known keys."""
+    """Sort the keys by whether they can be translated alone; return those that cannot.
+
+    A key that can be translated alone becomes a value of a field, a note or a problem in `out`. The
+    returned keys are known, but must be read together with other keys.
+
+    Args:
+        by_key: Maps each dotted key to its value and its place.
+        out: The result of the translation.
+    """
     # Values, notes and problems of the translated keys are added to `out`.
     values = {key: given.value for key, given in by_key.items()}
     others: dict[str, Given] = {}
@@ -89,7 +106,7 @@ def _sort_keys(by_key: dict[str, Given], out: Translation) -> dict[str, Given]:
 
 
 def _refuse_both_schedulers(by_key: dict[str, Given], out: Translation) -> None:
-    """Add a problem if two keys demand different learning-rate schedulers."""
+    """Add a problem to `out` if two keys demand different learning-rate schedulers."""
     # These keys are `override_lr_scheduler` and `use_checkpoint_lr_scheduler`.
     name, other = "override_lr_scheduler", "use_checkpoint_lr_scheduler"
     if all(key in by_key and by_key[key].value is True for key in (name, other)):

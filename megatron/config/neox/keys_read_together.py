@@ -1,7 +1,7 @@
 """Read the keys that must be read together, because GPT-NeoX has several ways to write one setting.
 
-For example, `fp16.enabled` and `precision` both set the precision. Each function `read_*` adds
-values of fields, notes and problems to the `Translation` called `out`.
+For example, `fp16.enabled` and `precision` both set the precision. In this module, `out` is the
+result of the translation. The functions add values of fields, notes and problems to `out`.
 """
 
 import math
@@ -20,7 +20,12 @@ _PRECISION = {"fp16.enabled", "fp16.type", "bf16.enabled"}
 
 
 def read_precision(others: dict[str, Given], out: Translation) -> None:
-    """Set the precision from the keys `precision`, `fp16` and `bf16`."""
+    """Set the precision in `out` from the config keys `precision`, `fp16` and `bf16`.
+
+    Args:
+        others: The settings of keys that do not set a field by themselves.
+        out: The result of the translation, to which the precision is added.
+    """
     # `fp16` is {enabled, type}, and `bf16` is {enabled}. If these keys contradict each other, a
     # problem is added to `out`.
     named: list[tuple[str, str, Mark]] = []  # (precision, key that sets it, place of that key)
@@ -51,7 +56,7 @@ def read_precision(others: dict[str, Given], out: Translation) -> None:
 
 
 def _read_save_interval(factor: Given, out: Translation) -> None:
-    """Set `save_interval` from `checkpoint_factor`, which is GPT-NeoX's name for it."""
+    """Set `save_interval` from `checkpoint_factor`, the other name of this key in GPT-NeoX."""
     interval = out.given.get("save_interval")
     if interval and factor.value != interval.value:
         text = f"{show(factor.value)}, but save_interval at {interval.mark} is "
@@ -70,7 +75,7 @@ def _read_decay(fraction: Given, out: Translation) -> None:
 
 
 def _is_sane(value: Any) -> bool:
-    """Return whether the value is a number from -1e18 to 1e18."""
+    """Return whether the value is a number between -1e18 and 1e18."""
     # Arithmetic with it cannot fail.
     return is_number(value) and abs(value) < 1e18
 
@@ -88,7 +93,7 @@ def _read_width(given: Given, out: Translation) -> None:
 
 
 def read_vocabulary(out: Translation) -> None:
-    """Make `make_vocab_size_divisible_by` a multiple of `model_parallel_size`."""
+    """Make `make_vocab_size_divisible_by` in `out` a multiple of `model_parallel_size`."""
     # The new value is the least common multiple of these two keys' values. If the new value differs
     # from the old one, a note is added to `out`.
     key = "make_vocab_size_divisible_by"
@@ -136,9 +141,9 @@ def _read_attention(given: Given, out: Translation) -> None:
 
 
 def _read_curriculum(given: Given, out: Translation) -> None:
-    """Read `curriculum_learning`, DeepSpeed's schedule of the length, as `curriculum`.
+    """Set `curriculum` from `curriculum_learning`, DeepSpeed's schedule of the sequence length.
 
-    If the lengths do not rise at given steps (`fixed_discrete`), add a problem to `out`.
+    Add a problem to `out` unless the schedule changes the length at given steps (`fixed_discrete`).
     """
     key, kind, stages = "curriculum_learning", None, None
     if isinstance(given.value, dict) and not given.value.get("enabled"):
@@ -175,7 +180,10 @@ KEYS = READ.keys() | _PRECISION
 
 
 def add_notes(out: Translation) -> None:
-    """Add notes that nothing is saved, and that DAPE's `kerple` has parameters in each layer."""
+    """Add notes to `out`: that nothing is saved, or that DAPE's `kerple` differs from `kerple_log`.
+
+    In DAPE, each layer has its own parameters of `kerple`. In this project, all layers share them.
+    """
     if "save_interval" in out.given and "save" not in out.given:
         out.notes.append("save_interval: nothing is saved, because `save` names no folder")
     # `kerple` is DAPE's name of `kerple_log`. Here, all layers share the parameters by default.

@@ -31,13 +31,16 @@ _TOP_LEVEL = frozenset(key.split(".")[0] for key in KNOWN_KEYS)
 
 
 def _members(group: str) -> set[str]:
-    """Return the known keys directly inside the mapping `group`, such as "enabled" for "fp16"."""
+    """Return the known keys inside the mapping `group`, without the group's name.
+
+    For example, `enabled` is a known key inside `fp16`.
+    """
     inside = (key.removeprefix(group + ".") for key in KNOWN_KEYS if key.startswith(group + "."))
     return {key.split(".")[0] for key in inside}
 
 
 def unknown_name(key: str) -> str:
-    """Return the name under which an unknown dotted `key` is reported."""
+    """Return the part of an unknown dotted `key` that the error message names."""
     # If the part before the first dot is a known key, return `key`. Otherwise, return only this
     # part.
     top = key.partition(".")[0]
@@ -45,7 +48,12 @@ def unknown_name(key: str) -> str:
 
 
 def unknown(key: str, value: object) -> str:
-    """Return the error text for an unknown dotted key. It suggests a similar known key, if any."""
+    """Return the error text for an unknown dotted key. If a known key is similar, suggest it.
+
+    Args:
+        key: The unknown key.
+        value: The value of the unknown key.
+    """
     top, _, _ = key.partition(".")
     group, _, leaf = key.rpartition(".")
     if key in GROUPS:

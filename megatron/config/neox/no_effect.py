@@ -1,10 +1,11 @@
 """List the GPT-NeoX keys that are accepted but have no effect, each with the reason.
 
-A run computes the same numbers with and without these keys. These keys concern files on disk,
-console output, memory or speed, or they belong to a feature whose main key is refused. A key inside
-a mapping is written with a dot, as MAPPING.KEY. If the value of a listed key is a mapping, no key
-inside that mapping has an effect either. The user gets a note about each key, unless its value is
-false or empty.
+A run computes the same numbers with and without these keys. The keys concern files on disk, console
+output, memory or speed, or they belong to a feature whose main key is refused. The user gets a note
+about each such key, unless its value is false or empty.
+
+A key inside a mapping is written with a dot, as MAPPING.KEY. If the value of a listed key is a
+mapping, no key inside that mapping has an effect.
 """
 
 from megatron.config.fields import Check, flag, text, whole_number

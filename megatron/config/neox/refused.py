@@ -1,9 +1,9 @@
 """List the GPT-NeoX keys that are refused, because they would change what a run computes or stores.
 
 Each key has a reason, a text that tells the user what to write instead, and a test for harmless
-values. A value is harmless if it asks for what happens anyway, such as `onnx_safe: false`.
-Harmless values are accepted without a note to the user. A key inside a mapping is written with a
-dot, as MAPPING.KEY. If the value of a listed key is a mapping, the mapping is refused as a whole.
+values. A harmless value asks for what happens anyway, such as `onnx_safe: false`. It is accepted
+without a note to the user. A key inside a mapping is written with a dot, as MAPPING.KEY. If the
+value of a listed key is a mapping, the mapping is refused as a whole.
 """
 
 from collections.abc import Callable, Mapping
@@ -22,11 +22,11 @@ _LEAVE = "leave it out"
 
 @dataclass(frozen=True)
 class Refusal:
-    """The reason why a config key is refused, and the values of the key that are still accepted.
+    """The reason why a config key is refused, and a test for values that are accepted nevertheless.
 
     Attributes:
-        reason: Why the key is refused.
-        instead: What the user should write instead.
+        reason: The reason why the key is refused.
+        instead: A text that tells the user what to write instead.
         harmless: A function of (value of the key, all settings). It returns whether the value is
             accepted.
     """
@@ -38,7 +38,7 @@ class Refusal:
     harmless: _Test
 
     def text(self, value: Any) -> str:
-        """Return the error text for a key with the value `value`: the reason and what to write."""
+        """Return the error text for a refused value: the reason, and what to write instead."""
         instead = self.instead if self.instead == _LEAVE else f"write {self.instead} instead"
         return f"{show(value)} is refused: {self.reason}; {instead}"
 
@@ -60,7 +60,7 @@ def _same_as(key: str) -> _Test:
 
 
 def _disabled(value: Any, flat: Flat) -> bool:
-    """Return whether a mapping of DeepSpeed settings is empty or has `enabled: false`."""
+    """Return whether a mapping of DeepSpeed's settings is empty or contains `enabled: false`."""
     return value == {} or (isinstance(value, Mapping) and value.get("enabled") is False)
 
 
@@ -76,11 +76,11 @@ def _refuse(keys: str, reason: str, instead: str = "false", harmless: _Test | No
     """Add a `Refusal` for each key in `keys`.
 
     Args:
-        keys: Config keys, separated by spaces.
-        reason: Why the keys are refused.
-        instead: What the user should write instead.
-        harmless: A function that returns whether a value is accepted. By default, the value that
-            `instead` names is accepted.
+        keys: The config keys, separated by spaces.
+        reason: The reason why the keys are refused.
+        instead: A text that tells the user what to write instead.
+        harmless: A function that returns whether a value is accepted. By default, the only accepted
+            value is the last word of `instead`.
     """
     harmless = harmless or _equals(scalar(instead.rpartition(" ")[2]))
     REFUSED.update(dict.fromkeys(keys.split(), Refusal(reason, instead, harmless)))

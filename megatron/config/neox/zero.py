@@ -1,4 +1,4 @@
-"""Read `zero_optimization`, whose sizes and switches are passed to DeepSpeed."""
+"""Read the config key `zero_optimization`, whose sizes and switches are passed to DeepSpeed."""
 
 from typing import Any
 
@@ -32,11 +32,11 @@ SWITCH_KEYS = frozenset(f"zero_optimization.{key}" for key in (*_OPTIONS, *_NO_E
 
 
 def read_zero(others: dict[str, Given], out: Translation) -> None:
-    """Read DeepSpeed's settings in `zero_optimization`.
+    """Read DeepSpeed's ZeRO settings in `zero_optimization`, and add them to `out`.
 
     Args:
-        others: The settings of the file by name.
-        out: The result, to which the settings are added.
+        others: Maps dotted keys to settings. Keys outside `zero_optimization` are ignored.
+        out: The result of the translation.
     """
     group = {k.partition(".")[2]: g for k, g in others.items() if k.startswith("zero_optimization")}
     passed: dict[str, Any] = {}

@@ -1,7 +1,7 @@
 """Define the rules between config keys, in one file for each subject.
 
-A rule is a function decorated with `relation`. Importing this package imports all its files, so a
-new file needs no entry in a list.
+A rule is a function with the decorator `relation`. Importing this package imports all its files, so
+a new file needs no entry in a list.
 """
 
 from importlib import import_module

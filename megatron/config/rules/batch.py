@@ -1,4 +1,4 @@
-"""Compute the batch sizes that are not given, and refuse sizes that break this equation:
+"""Compute the batch sizes that are not given, and refuse sizes that violate this equation:
 
 train_batch_size = train_micro_batch_size_per_gpu x gradient_accumulation_steps x
                    data_parallel_size
@@ -15,10 +15,13 @@ _SIZES = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumu
 def derive_batch_sizes(values: Values) -> Iterator[Found]:
     """Compute the batch sizes that are None. If that is impossible, yield the problem.
 
-    The sizes must be whole numbers that fulfil this equation:
+    The sizes must be whole numbers that satisfy this equation:
 
         train_batch_size = train_micro_batch_size_per_gpu x gradient_accumulation_steps x
                            data_parallel_size
+
+    Args:
+        values: Maps the names of fields to their values. It is changed in place.
     """
     # The config must give the train batch size or the micro-batch size. If the given sizes do not
     # determine the number of accumulation steps, this number becomes 1.

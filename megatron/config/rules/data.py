@@ -1,4 +1,4 @@
-"""Refuse paths of data files that do not fit together, and unknown `builtin:` names."""
+"""Refuse data paths and weights that do not fit together, and unknown `builtin:` names."""
 
 from megatron.config.builtin import CORPUS, PREFIX, TASK_TOKENIZER, TASKS, task_name
 from megatron.config.rules.relation import Found, relation
@@ -9,10 +9,10 @@ _SPLITS = ("train", "valid", "test")
 
 @relation(*(f"{split}_data_{kind}" for kind in ("paths", "weights") for split in _SPLITS))
 def _blended(*given: tuple) -> Found | None:
-    """Return a problem if the paths or weights of the splits break GPT-NeoX's rules.
+    """Return a problem if the data paths or sampling weights of the splits break GPT-NeoX's rules.
 
     Args:
-        given: The paths of the three splits, then the weights of the three splits.
+        given: First the paths of the three splits, then the weights of the three splits.
     """
     # Paths must be given for all three splits (train, valid, test) or for none. If a split has
     # weights, it must have one weight for each path.

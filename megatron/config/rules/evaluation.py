@@ -1,4 +1,4 @@
-"""Refuse lengths and intervals of evaluation that do not fit together."""
+"""Refuse settings of the evaluation that contradict each other, such as lengths and intervals."""
 
 from megatron.config.rules.relation import Found, relation
 

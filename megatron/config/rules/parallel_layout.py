@@ -1,4 +1,4 @@
-"""Check that the parallel layout fits the model, and describe the problem if it does not.
+"""Check that the parallel layout fits the model. If it does not fit, describe the problem.
 
 A degree of parallelism must divide the dimension that it splits, for example the number of heads.
 Some combinations, such as pipeline stages with ZeRO-3, are refused because DeepSpeed cannot run
@@ -17,7 +17,7 @@ _DEGREES = ("pipe_parallel_size", "model_parallel_size", "context_parallel_size"
 def factors(values: Values) -> str:
     """Return the degrees of parallelism as the text of a product, for error messages.
 
-    For example, `pipe_parallel_size 1 x model_parallel_size 2`.
+    For example, the text is `pipe_parallel_size 1 x model_parallel_size 2`.
     """
     # Context parallelism is included only if its degree is above 1.
     named = [f"{name} {values[name]}" for name in _DEGREES]
@@ -25,7 +25,10 @@ def factors(values: Values) -> str:
 
 
 def derive_data_parallel_size(values: Values) -> Iterator[Found]:
-    """Set `data_parallel_size` in `values`. If that is impossible, yield the reason."""
+    """Compute `data_parallel_size`, and set it in `values`.
+
+    If that is impossible, yield the problem as (field name, error message).
+    """
     # The product of the other degrees of parallelism must divide the number of processes.
     values.pop("data_parallel_size", None)  # the default
     if any(name not in values for name in _DEGREES):

@@ -1,4 +1,4 @@
-"""Collect the rules between fields (`relation`) and check them all (`broken`)."""
+"""Register the rules between config fields (`relation`), and check all of them (`broken`)."""
 
 from collections.abc import Callable, Iterator
 from inspect import signature
@@ -15,12 +15,13 @@ _RELATIONS: list[tuple[tuple[str, ...], bool, Relation]] = []
 def relation(*names: str, unset: bool = False) -> Callable[[Relation], Relation]:
     """Return a decorator that registers a function as a rule for the fields `names`.
 
-    The function takes the values of these fields. It returns None if they fit together, otherwise
-    (field name, error message).
+    The decorated function gets the values of these fields as its arguments. If the values break the
+    rule, it returns a pair (field name, error message), otherwise None.
 
     Args:
-        names: The fields. Without names, they are the fields that the function's parameters name.
-        unset: Whether the rule also applies if a field is None.
+        names: The names of the fields. By default, these are the names of the function's
+            parameters.
+        unset: Whether the rule also applies if the value of a field is None.
     """
 
     def register(function: Relation) -> Relation:
@@ -31,9 +32,12 @@ def relation(*names: str, unset: bool = False) -> Callable[[Relation], Relation]
 
 
 def broken(values: Values) -> Iterator[Found]:
-    """Yield (field name, error message) for each rule that `values` break.
+    """Yield (field name, error message) for each rule that is broken.
 
-    A rule is skipped if one of its fields is not in `values`.
+    A rule is skipped if one of its fields is missing in `values`.
+
+    Args:
+        values: Maps the names of fields to their values.
     """
     for names, unset, check in _RELATIONS:
         given = [values[name] for name in names if name in values]

@@ -1,4 +1,4 @@
-"""Refuse keys about checkpoints that contradict each other."""
+"""Refuse config keys about checkpoints that contradict each other."""
 
 from megatron.config.rules.relation import Found, relation
 

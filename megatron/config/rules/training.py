@@ -1,6 +1,6 @@
-"""Refuse wrong settings of training.
+"""Refuse wrong values of some config keys for training.
 
-They are `curriculum`, `on_bad_loss`, `torch_compile`, `seed` and `train_iters`.
+The keys are `curriculum`, `on_bad_loss`, `torch_compile`, `seed` and `train_iters`.
 """
 
 from megatron.config.builtin import task_name

@@ -1,4 +1,4 @@
-"""Define the base class of the configuration's sections."""
+"""Define the base class of the config's sections."""
 
 from typing import Any
 
@@ -9,6 +9,9 @@ DERIVED: Any = None
 
 
 class Section(BaseModel):
-    """The base class of sections and of the config: immutable models without unknown fields."""
+    """The base class of the config and its sections: a pydantic model with immutable fields.
+
+    Unknown fields are refused.
+    """
 
     model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=())

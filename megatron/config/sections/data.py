@@ -49,7 +49,7 @@ class DataConfig(Section):
 
 
 class EvaluationConfig(Section):
-    """The settings for perplexity at several sequence lengths and for lm-evaluation-harness."""
+    """The settings of the evaluation: perplexity by sequence length, and lm-evaluation-harness."""
 
     # train.py measures the perplexity after training. evaluate.py measures the perplexity and
     # scores the tasks. Only the keys `eval_tasks` and `eval_results_prefix` exist in GPT-NeoX.

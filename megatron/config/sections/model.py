@@ -105,7 +105,7 @@ class ModelConfig(Section):
 
     @property
     def inner_width(self) -> int:
-        """The inner width of the MLP."""
+        """The inner width of each MLP."""
         return inner_width(self.activation, self.intermediate_size, self.mlp_multiple_of)
 
     @property

@@ -1,4 +1,4 @@
-"""Define the config field `rope_scaling`, with the names of Hugging Face's transformers."""
+"""Define the config field `rope_scaling`, with entries named as in Hugging Face's transformers."""
 
 from collections.abc import Mapping
 from typing import Annotated, Any
@@ -29,7 +29,7 @@ def rope_scaling(value: Any) -> FrozenDict:
     """Check the value of `rope_scaling`, for example `{rope_type: yarn, factor: 4.0}`.
 
     Raises:
-        ValueError: An entry is wrong, unknown or missing.
+        ValueError: The value is not a mapping, or an entry is wrong, unknown or missing.
     """
     if not isinstance(value, Mapping):
         raise wrong("a mapping", value, "e.g. {rope_type: ntk, factor: 4.0}")

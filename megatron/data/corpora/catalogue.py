@@ -1,13 +1,14 @@
 """The downloadable corpora with their addresses, licences and alternatives.
 
-The catalogue gives the size and SHA-256 of a file only if these are certain. For other files, the
-length of the download is compared with the size that the server reports. The manifest of token
-shards records the SHA-256 of each archive from which the shards were made.
+The catalogue contains the size and SHA-256 of a file only if these values are certain. For other
+files, the length of the download is compared with the size that the server reports. The manifest of
+token shards records the SHA-256 of each archive from which the shards were made.
 
 Most original hosts of the Pile's data sets are gone (gpt-neox issues 909 and 949). Therefore a
 corpus may list mirrors, and data sets of the Hugging Face hub that `prepare_data.py --input hub:ID`
-can read. A corpus with a `pile_set` is a part of the Pile: the records whose `meta.pile_set_name`
-equals `pile_set`. Such a corpus can also be extracted from the archives of the complete Pile.
+can read. A corpus with a `pile_set` is a part of the Pile, namely the records whose
+`meta.pile_set_name` equals `pile_set`. Such a corpus can also be extracted from the archives of the
+complete Pile.
 """
 
 from dataclasses import dataclass
@@ -28,7 +29,7 @@ class RemoteFile:
     """A downloadable file.
 
     Attributes:
-        urls: The addresses of the file, tried in order; some may no longer work.
+        urls: The addresses of the file. They are tried in order, because some may no longer work.
         size: The size in bytes, or None if it is not known for certain.
         sha256: The SHA-256 in hex, or None if it is not known for certain.
     """
@@ -145,7 +146,7 @@ def find_corpus(name: str, others: tuple[str, ...] = ()) -> Corpus:
     """Return the known corpus with this name.
 
     Args:
-        others: More names for the list in the error message.
+        others: More names that the error message lists.
 
     Raises:
         CorpusError: There is no such corpus. The error message suggests a similar name.

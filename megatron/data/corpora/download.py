@@ -2,10 +2,10 @@
 
 The file NAME is downloaded to NAME.part. The version that the server reports (an ETag or a date) is
 stored in NAME.part.version. If the server still has this version at a later attempt, only the
-missing rest is requested. Otherwise the complete file is requested. NAME.part is renamed to NAME if
-its length is correct and its SHA-256, where known, is correct too. If `catalogue.py` gives no
-SHA-256, the first download of the file is trusted. Its SHA-256 is stored in .NAME.sha256, and later
-downloads must have the same SHA-256.
+missing rest of the file is requested. Otherwise the complete file is requested. When the length and
+SHA-256 of NAME.part are verified, NAME.part is renamed to NAME. If `catalogue.py` contains no
+SHA-256 for the file, the first download is trusted. Its SHA-256 is stored in .NAME.sha256, and
+later downloads must have the same SHA-256.
 """
 
 import os
@@ -52,7 +52,7 @@ def download(
     Args:
         file: The file and its addresses, which are tried in order.
         path: The path to write.
-        mirror: The address of a folder that contains the file. It is tried first.
+        mirror: The address of a folder that contains the file. This address is tried first.
         force: Download the file even if `path` exists.
         advice: A text that is appended to the error message if no address has the file.
 
@@ -87,7 +87,7 @@ def check(file: RemoteFile, mirror: str | None = None) -> Iterator[tuple[str, bo
     """Send a HEAD request to each address of `file`.
 
     Args:
-        mirror: The address of a folder that contains the file. It is checked first.
+        mirror: The address of a folder that contains the file. This address is checked first.
 
     Yields:
         (address, whether the server has the file, size or error) for each address.
@@ -144,8 +144,9 @@ def _complete(url: str, file: RemoteFile, part: Path, version: Path) -> None:
 
     Args:
         url: The address of the file.
-        part: The file that receives the bytes. If it exists, the download continues at its end.
-        version: A file with the version of `part`, an ETag or a date.
+        part: The path to which the bytes are written. If the file exists, the download continues at
+            its end.
+        version: The path of a text file that stores the version of `part`, an ETag or a date.
     """
     # Give up after `_ATTEMPTS` attempts in a row without a new byte. Give up at once after an HTTP
     # error status.
@@ -171,7 +172,7 @@ def _append(url: str, file: RemoteFile, part: Path, version: Path) -> int | None
     """Request the rest of a partly downloaded file, and append it to `part`.
 
     Args:
-        version: A file with the version of `part`, an ETag or a date.
+        version: The path of a text file that stores the version of `part`, an ETag or a date.
 
     Returns:
         The length of the complete file, or None if the server does not report the length.
@@ -220,7 +221,7 @@ def _size(path: Path) -> int:
 
 
 def _length(answer: HTTPResponse) -> int | None:
-    """Return the `Content-Length` of an HTTP answer in bytes, or None if it has no such header.
+    """Return the `Content-Length` of an HTTP answer in bytes, or None without such a header.
 
     Raises:
         _WrongFile: The `Content-Length` is not a number.

@@ -1,12 +1,13 @@
-"""Build corpora that need no download. `python-stdlib`, Python's standard library, is the only one.
+"""Build the corpus `python-stdlib` from Python's standard library, without a download.
 
-The documents are the `.py` files of the standard library, about 10 MB in total. Not included are
-tests, large data tables (`pydoc_data/topics.py`, `encodings/`), installed packages, files that
-differ between machines, and files that mostly repeat another file. The documents are ordered by a
-hash of their path. This order is the same on every machine. The config key `split` divides the
-documents into consecutive ranges. Because of the hashed order, each range is a random sample of the
-library. The file names of the shards contain the version of Python, the revision of this selection,
-and the tokenizer's fingerprint.
+`python-stdlib` is the only built-in corpus. The documents are the `.py` files of the standard
+library, about 10 MB in total. The selection leaves out tests, large data tables
+(`pydoc_data/topics.py`, `encodings/`), installed packages, files that differ between machines, and
+files that mostly repeat another file. The documents are ordered by a hash of their path. This order
+is the same on every machine. The config key `split` divides the documents into consecutive ranges.
+Because of the hashed order, each range is a random sample of the library. The file names of the
+shards contain the version of Python, a version number of this selection of files, and the
+tokenizer's fingerprint.
 """
 
 import fnmatch

@@ -1,8 +1,8 @@
 """Write the documents of a preparation run as an archive of `lm_dataformat`.
 
-An archive is a folder of files named `data_N_timeT_NAME.jsonl.zst`. Each line is the record of one
-document, with its text and its meta data. The package writes the records. A preparation run reads
-an archive like other folders with JSON lines.
+`lm_dataformat` is a Python package, which writes the files. An archive is a folder of files named
+`data_N_timeT_NAME.jsonl.zst`. Each line of a file is the record of one document, with its text and
+its meta data. A preparation run can read an archive like any other folder of files with JSON lines.
 """
 
 import os
@@ -23,14 +23,14 @@ class ArchiveWriter(AbstractContextManager["ArchiveWriter"]):
     """A writer of an `lm_dataformat` archive. An incomplete archive never has the final name.
 
     The writer fills the hidden folder `.NAME.part` beside `folder`, where NAME is the name of
-    `folder`. `finalize` renames the hidden folder to `folder`. A killed process leaves the hidden
-    folder, and a later run may continue it.
+    `folder`. `finalize` renames the hidden folder to `folder`. If the process is killed, the hidden
+    folder remains, and a later run can continue the archive.
 
     Args:
         folder: The folder of the archive.
 
     Attributes:
-        keep_parts: Whether an unfinished archive stays if the `with` block raises an error.
+        keep_parts: Whether to keep an unfinished archive if the `with` block raises an error.
 
     Raises:
         CorpusError: `folder` exists and is not an empty folder, or `lm_dataformat` is not
@@ -51,7 +51,7 @@ class ArchiveWriter(AbstractContextManager["ArchiveWriter"]):
         self._files = self._added = 0
 
     def holds(self, files: int) -> bool:
-        """Return whether the unfinished archive has at least `files` complete files."""
+        """Return whether the unfinished archive contains at least `files` complete files."""
         return len(self._complete_files()) >= files
 
     def rewind(self, files: int) -> None:
@@ -60,7 +60,7 @@ class ArchiveWriter(AbstractContextManager["ArchiveWriter"]):
         Later files of the unfinished archive are removed.
 
         Raises:
-            CorpusError: Another process is writing this archive, or its folder cannot be made.
+            CorpusError: Another process is writing this archive, or its folder cannot be created.
         """
         with self._explained():
             self._part.mkdir(parents=True, exist_ok=True)
@@ -82,9 +82,10 @@ class ArchiveWriter(AbstractContextManager["ArchiveWriter"]):
                 self._added += 1
 
     def sync(self) -> int:
-        """Complete the current file unless it is empty. Return the number of complete files.
+        """Flush the added documents to disk, and return the number of complete files.
 
-        The complete files survive a crash of the machine.
+        The current file is completed unless it is empty. Complete files survive a crash of the
+        machine.
         """
         if self._added:
             with self._explained():

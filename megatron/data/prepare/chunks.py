@@ -1,7 +1,7 @@
-"""Chunks, the pieces of about 1 MB of text that readers send to worker processes.
+"""Divide inputs into chunks, the pieces of about 1 MB of text that worker processes encode.
 
-A reader splits its input by a rule that depends only on the content, so chunk k of a file contains
-the same text in every run. Therefore the output does not depend on the number of workers, and an
+How a reader divides an input depends only on the content. Chunk k of a file therefore contains the
+same text in every run. As a result, the output does not depend on the number of workers, and an
 interrupted run can continue after the last chunk that it wrote.
 """
 
@@ -26,7 +26,7 @@ class Fault(Exception):
     """An error in an input, after which the rest of the input cannot be read.
 
     Args:
-        where: The file and the record, or the archive member, that could not be read.
+        where: The file and record, or the member of an archive, that could not be read.
         message: The reason.
     """
 
@@ -53,8 +53,8 @@ class Place:
     """The position of a reader in its input, and the number of bytes decompressed so far.
 
     Attributes:
-        name: `file`, `file:record`, `file!member` or `file!member:record`. A member is a file
-            inside an archive. Records are numbered from 1.
+        name: A text of the form `file`, `file:record`, `file!member` or `file!member:record`. A
+            member is a file inside an archive. Records are numbered from 1.
         limits: The limits that the input must not exceed.
         size: The number of bytes of the input, or 0 if it is unknown. An input of unknown size may
             expand without limit.
@@ -113,13 +113,13 @@ class Place:
 
 @dataclass
 class Chunk:
-    """A piece of an input. It contains one of three things: JSON lines, documents, or a fault.
+    """A piece of an input. It contains either JSON lines, or documents, or a fault.
 
     Attributes:
-        where: The path of the input, or of the archive member.
-        first: The line number of the first line, counted from the start of the input.
+        where: The path of the input, or of the member of an archive.
+        first: The line number of the first line in the input.
         lines: Complete lines, one JSON record each.
-        texts: A pair (place, content) for each document. Error messages name the place.
+        texts: A pair (place, content) for each document. Error messages contain the place.
         fault: The reason why the input could not be read further, or None.
         position: The number of bytes of the input that were read when the chunk was complete.
         source: The index of the input in the list of inputs.
@@ -209,9 +209,10 @@ def batches(items: Iterable[T], size_of: Callable[[T], int]) -> Iterator[list[T]
 
 @contextmanager
 def foreign_bytes(place: Place, message: str = "is truncated or damaged") -> Iterator[None]:
-    """Replace an error of a foreign library in the `with` block by a `Fault`.
+    """Replace the error that a library raises for the bytes of an input by a `Fault`.
 
-    The text of the `Fault` is `place.name`, then `message`, then the text of the library's error.
+    The library is called in the `with` block. The text of the `Fault` is `place.name`, then
+    `message`, then the text of the library's error.
 
     Args:
         place: The position of the reader.
@@ -219,7 +220,7 @@ def foreign_bytes(place: Place, message: str = "is truncated or damaged") -> Ite
 
     Raises:
         Fault: The block raised an error that is neither a DataError nor a MemoryError.
-        DataError: The block raised this error, which passes unchanged.
+        DataError: The block raised this error. It is not replaced.
         CorpusError: The block raised a MemoryError.
     """
     try:
@@ -240,7 +241,7 @@ def positioned(chunks: Iterable[Chunk], position: Callable[[], int]) -> Iterator
     """Set the attribute `position` of each chunk to `position()`, and yield the chunk.
 
     Args:
-        position: Returns the number of bytes of the input that were read so far.
+        position: A function that returns the number of bytes of the input that were read so far.
     """
     for chunk in chunks:
         chunk.position = position()

@@ -1,4 +1,4 @@
-"""What the two commands that prepare data share: flags, error messages and exit codes."""
+"""Flags, error messages and exit codes that the two commands for preparing data share."""
 
 import argparse
 import signal
@@ -12,7 +12,7 @@ from megatron.preemption import SIGNALS
 
 
 def add_shared_flags(parser: argparse.ArgumentParser) -> None:
-    """Add the options that the commands for preparing data share."""
+    """Add the flags that the commands for preparing data share."""
     # These are --backend, --ftfy, --on-error, --max-document-bytes and --max-expansion.
     add, limits = parser.add_argument, Limits()
     text = "library that encodes for GPT2BPETokenizer; the ids are the same [%(default)s]"

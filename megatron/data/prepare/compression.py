@@ -1,7 +1,7 @@
 """Read plain, gzip, zstandard, xz and bzip2 files as byte streams that report truncation.
 
-`CountedFile` hashes the bytes of a file while they are read, so a file that is read for its text
-need not be read again for its SHA-256.
+`CountedFile` computes the SHA-256 of a file while the file is read, so the file need not be read a
+second time.
 """
 
 import bz2
@@ -30,7 +30,7 @@ _BUFFER = 1 << 20
 
 
 class CountedFile(io.FileIO):
-    """A file that hashes its bytes while they are read from start to end."""
+    """A file that computes its SHA-256 while it is read from start to end."""
 
     # These call `readinto`, and those of FileIO do not.
     read = io.RawIOBase.read  # pyright: ignore[reportAssignmentType]  nobody passes None
@@ -46,13 +46,13 @@ class CountedFile(io.FileIO):
         return count
 
     def digest(self) -> str:
-        """Read the rest of the file and return the SHA-256 (hex) of the complete file."""
+        """Return the SHA-256 (hex) of the complete file, after reading the rest of the file."""
         read_out(self)
         return self._sha256.hexdigest()
 
 
 class _Counted(io.RawIOBase):
-    """A stream that counts the bytes that it returns."""
+    """A stream that reports how many bytes each read returns."""
 
     def __init__(self, stream: Any, count: Callable[[int], None]) -> None:
         # The read at the end of a truncated file fails and loses its data, so reads are small.
@@ -75,7 +75,8 @@ def decompressed(
 
     Args:
         name: The name of the file. Its suffix determines the compression.
-        count: A function that is called with the number of bytes that each read produced.
+        count: A function that is called after each read with the number of decompressed bytes that
+            the read returned.
     """
     # A read from this stream returns fewer bytes than requested only at the end of the stream. If
     # the suffix is unknown, the content of `source` is returned unchanged. `count` may raise an

@@ -1,7 +1,8 @@
 """Encode a chunk of text as tokens. Worker processes run this code.
 
-If a record is faulty, its place (`file:record`) and the fault are collected, and the other records
-of the chunk are still encoded. `text_to_shards.py` decides whether a fault ends the run.
+If a record is faulty, the reason and the place of the record (`file:record`) are stored in the
+result. The other records of the chunk are still encoded. `text_to_shards.py` decides whether a
+fault ends the run.
 """
 
 import json
@@ -27,8 +28,8 @@ class EncodeOptions:
     """Options for encoding a record.
 
     Attributes:
-        keys: The keys under which a JSON record holds the texts to encode. The texts of each key
-            are written to a token shard of their own.
+        keys: The keys under which a JSON record contains the texts to encode. There is one token
+            shard for each key.
         append_eod: Whether each document ends with the tokenizer's end-of-document token.
         ftfy: Whether to repair wrongly decoded characters with the `ftfy` library before encoding.
         pile_sets: The data sets of the Pile whose records are kept. If empty, all records are kept.
@@ -52,17 +53,18 @@ class EncodeOptions:
 
 @dataclass
 class Encoded:
-    """The tokens of a piece of an input.
+    """The tokens of a chunk, that is, of a piece of an input.
 
     Attributes:
         source: The index of the input in the list of inputs.
-        number: The number of the piece in its input, from 1.
-        position: The number of bytes of the input up to the end of the piece.
+        number: The number of the chunk in its input, from 1.
+        position: The number of bytes of the input up to the end of the chunk.
         sizes: For each key of the records, the number of tokens in each document, int32.
         tokens: For each key of the records, the concatenated tokens of all documents.
-        counts: Maps what is counted, such as "documents", to the count for this piece.
+        counts: Maps what is counted, such as "documents", to the count for this chunk.
         faults: A printable text for each faulty record, with the record's place and the reason.
-        documents: (text, meta data) of each document of the first key. Empty if not kept.
+        documents: A pair (text, meta data) for each document of the first key. The list is empty
+            unless the run writes an archive.
     """
 
     # The keys are `EncodeOptions.keys`, and `counts` has the keys `CHUNK_COUNTS`.
@@ -84,7 +86,7 @@ class Encoder:
     """A callable that encodes the texts of a `Chunk`.
 
     Args:
-        keep: Whether the result also holds the text and meta data of each document.
+        keep: Whether the result also contains the text and meta data of each document.
     """
 
     def __init__(self, tokenizer: Tokenizer, options: EncodeOptions, keep: bool = False) -> None:
@@ -138,8 +140,9 @@ class Encoder:
         """Return the texts of a JSON record, one for each key, and its meta data.
 
         Raises:
-            CorpusError: The record is not a JSON object with a text for each key, or does not name
-                its data set.
+            CorpusError: The record is not a JSON object with a text for each key.
+            CorpusError: Only some data sets of the Pile are kept, but the record does not name its
+                data set.
         """
         # The list of texts is empty if `pile_sets` does not select the record. If `pile_sets` is
         # given, the record must have a `meta.pile_set_name`.

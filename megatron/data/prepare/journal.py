@@ -1,10 +1,10 @@
 """The journal of a preparation run, a file that lets an interrupted run continue.
 
-PREFIX.journal records the inputs, tokenizer and options of the run. The run writes its tokens to
-.part files, the unfinished shards. Every few seconds, the run stores in the journal the number of
-the last chunk in the .part files, and the numbers of documents and tokens in these files. A resumed
-run truncates the .part files to these numbers and continues with the next chunk. Therefore the
-shards of a resumed run equal those of an uninterrupted run.
+The journal PREFIX.journal contains the inputs, tokenizer and options of the run. The run writes its
+tokens to .part files, the unfinished shards. Every few seconds, the run stores in the journal the
+number of the last chunk in the .part files, and the numbers of documents and tokens in these files.
+A resumed run truncates the .part files to these numbers and continues with the next chunk.
+Therefore the shards of a resumed run equal the shards of an uninterrupted run.
 """
 
 import glob
@@ -26,12 +26,12 @@ class State:
 
     Attributes:
         counts: Maps what is counted, such as "documents", to the total so far.
-        facts: For each source, a dict of facts about it (such as its SHA-256).
+        facts: For each source, a dict of facts about the source, such as its SHA-256.
         written: The numbers of documents and tokens in each unfinished shard.
         begin: The pair [source, number] of the first chunk written, or None.
         done: The pair [source, number] of the last chunk written, or None.
         skipped_bytes: The number of bytes in the file that lists the skipped records.
-        archive: The number of complete files of the archive.
+        archive: The number of complete files in the `lm_dataformat` archive that the run writes.
     """
 
     # `counts` has the keys `encode.CHUNK_COUNTS`. The manifests record `facts`.
@@ -46,7 +46,10 @@ class State:
 
     @property
     def kept(self) -> list:
-        """How far each writer of the resumed run has come."""
+        """For each writer of the resumed run, the numbers of documents and tokens to keep.
+
+        For the writer of the archive, the number of files to keep.
+        """
         # These are the arguments of the method `rewind`. The writers of the shards come first. The
         # writer of the archive is last.
         return [*self.written, [self.archive]]
@@ -73,7 +76,7 @@ class Journal:
         self.refused: str | None = None
 
     def read(self) -> State | None:
-        """Return the last state written, or None if there is no valid journal of this job."""
+        """Return the state in the journal, or None if there is no valid journal of this job."""
         if not self.path.is_file():
             return None
         try:
@@ -97,7 +100,7 @@ class Journal:
         return time.monotonic() - self._last_write >= self.seconds
 
     def write(self, state: State) -> None:
-        """Write `state` to the journal. It replaces the state that was stored before."""
+        """Write `state` to the journal, in place of the earlier state."""
         checksum = _checksum(self.job, vars(state))
         entry = {"job": self.job, "state": vars(state), "checksum": checksum}
         files.write_text(self.path, json.dumps(entry))

@@ -12,13 +12,14 @@ LISTED = 10
 
 @contextmanager
 def progress_bar(total: int, label: str) -> Iterator[Callable[[int], None]]:
-    """Provide a function that shows on stderr how many bytes of the inputs have been processed.
+    """Provide a function that updates a progress bar on stderr during the `with` block.
 
-    The first call of the function shows the bar: the bytes read so far, the bytes per second, and
-    the time left.
+    The argument of the function is the number of bytes of the inputs that have been processed. The
+    bar appears at the first call. It shows the bytes so far, the bytes per second, and the time
+    left.
 
     Args:
-        total: The number of bytes of all inputs, or 0 if it is unknown.
+        total: The number of bytes of all inputs, or 0 if the number is unknown.
         label: The text before the bar.
     """
     bar = None

@@ -1,7 +1,7 @@
 """Read each kind of source (see `sources.py`) as a stream of chunks.
 
-A reader never loads a complete archive into memory. In error messages, a place is `file:record`, or
-`file!member:record` inside an archive, and records are numbered from 1. If a source is damaged or
+A reader never loads a complete archive into memory. Error messages name a place as `file:record`,
+or as `file!member:record` inside an archive. Records are numbered from 1. If a source is damaged or
 truncated, the reader yields the chunks before the damage and then raises `Fault`.
 """
 
@@ -32,7 +32,7 @@ def read_source(
 
     Args:
         source: The source to read.
-        keys: The keys under which a record holds the texts to encode.
+        keys: The keys under which a record contains the texts to encode.
         facts: A dict to which the SHA-256 of the input is added when all chunks have been read.
         limits: The limits that the input must not exceed.
 
@@ -47,7 +47,7 @@ def read_source(
 
 
 class _TarEntry(tarfile.TarInfo):
-    """A header in a tar archive. A damaged or truncated archive raises an error."""
+    """A header in a tar archive. Reading it raises an error if the archive is damaged."""
 
     @classmethod
     def fromtarfile(cls, tar: tarfile.TarFile) -> tarfile.TarInfo:
@@ -93,7 +93,7 @@ def _read_tar(stream: io.BufferedReader, place: Place) -> Iterator[Chunk]:
 
 
 def _member_chunks(members: Iterator[Member], path: str, place: Place) -> Iterator[Chunk]:
-    """Yield the chunks of an archive, given its members (the files inside)."""
+    """Yield the chunks of an archive, given its members (the files in the archive)."""
     # A member whose name ends in .jsonl, .json or .ndjson contains one record per line. Any other
     # member is one document.
     for is_records, group in groupby(members, lambda member: kind_of(member[0]) == "jsonl"):

@@ -60,7 +60,7 @@ def read_parquet(
 
 
 def _holds_text(kind: Any) -> bool:
-    """Return whether a column of this type holds strings, bytes, or lists of these."""
+    """Return whether a column of this type contains strings, bytes, or lists of these."""
     from pyarrow import types
 
     if types.is_dictionary(kind) or types.is_list(kind) or types.is_large_list(kind):
@@ -75,8 +75,8 @@ def read_hub(source: Source, keys: tuple[str, ...], facts: dict, place: Place) -
     Each row becomes one JSON record.
 
     Args:
-        source: The source to read. Its path is `hub:ID[:SPLIT]` for a data set of the Hugging Face
-            hub, or otherwise the path of a folder that `datasets` wrote.
+        source: The source to read. For a data set of the Hugging Face hub, the path is
+            `hub:ID[:SPLIT]`. Otherwise it is the path of a folder that `datasets` wrote.
         facts: A dict to which the number of rows is added at the end.
         place: The position in the data set, with the limits that the data set must not exceed.
 
@@ -107,7 +107,7 @@ def record_chunks(rows: Iterable[Mapping], where: str, place: Place) -> Iterator
     Args:
         rows: The rows of the table.
         where: The path of the input.
-        place: The place of the first row. It is updated while the rows are read.
+        place: The place of the first row. The object is updated while the rows are read.
     """
 
     def lines() -> Iterator[bytes]:

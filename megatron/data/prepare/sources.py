@@ -11,10 +11,10 @@
 | hub | `hub:ID[:SPLIT]`, or a folder that the `datasets` library wrote | each row |
 
 One of the suffixes .gz, .zst, .xz and .bz2 may follow the suffix in the table, except after .zip
-and .parquet. If an input is a folder, all its files are read in the order of their paths, except
-hidden files and `__pycache__`. A file in a folder has the kind text if its suffix is unknown.
-Consecutive text files form one source. A folder must not contain a link that leads out of the
-folder, because such a link could add any file of the machine to the data.
+and .parquet. If an input is a folder, all files in the folder except hidden files and `__pycache__`
+are read, in the order of their paths. If the suffix of a file in a folder is unknown, the file has
+the kind text. Consecutive text files form one source. A folder must not contain a link that leads
+out of the folder, because such a link could add any file of the machine to the data.
 """
 
 import glob
@@ -50,7 +50,7 @@ class Source:
         path: A file, a folder, or `hub:ID[:SPLIT]`.
         kind: One of "jsonl", "tar", "dat", "text", "zip", "parquet" and "hub".
         size: The number of bytes, or 0 if it is unknown.
-        paths: The files of the source in order if its kind is text, otherwise an empty list.
+        paths: The files of the source in order, if its kind is text. Otherwise an empty list.
     """
 
     path: str

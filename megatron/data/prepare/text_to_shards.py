@@ -1,13 +1,13 @@
 """Encode text as token shards: PREFIX.bin, PREFIX.idx, and PREFIX.json, the manifest.
 
 Readers split the inputs into chunks, worker processes encode the chunks, and the main process
-writes the tokens in order. Empty documents are left out and counted, as in GPT-NeoX's
-`preprocess_data.py`. If a run is killed, stops at a fault or fills the disk, the same command
-continues that run. The number of workers and any interruptions do not change the shards.
+writes the tokens in the order of the chunks. Empty documents are left out and counted, as in
+GPT-NeoX's `preprocess_data.py`. If a run is killed, stops at a fault or fills the disk, the same
+command continues that run. The number of workers and any interruptions do not change the shards.
 
-A run can encode one of N partitions. The bytes of the inputs are divided into N equal ranges, and
-partition I takes the chunks that end in range I. Merging the shards of all partitions gives the
-shard of the complete run.
+A run can encode one of N partitions of the inputs. The bytes of the inputs are divided into N equal
+ranges. Partition I consists of the chunks that end in range I. Merging the shards of all partitions
+gives the shard of the complete run.
 """
 
 import itertools
@@ -43,10 +43,12 @@ class Preparation:
         tokenizer: The tokenizer that encodes the text.
         encode: The options for encoding a record.
         workers: The number of worker processes. If it is 1, the main process encodes the text.
-        on_error: "stop" to end the run at a faulty record or file, or "skip" to skip and list it.
+        on_error: "stop" to end the run at a faulty record or file, or "skip" to list the record or
+            file and continue.
         partition: (i, n) selects partition i of n. Partitions are numbered from 1.
         checkpoint_seconds: The time between two updates of the journal.
-        limits: The largest size of a document, and the largest growth of an input by decompression.
+        limits: The largest size of a document, and the largest ratio of the decompressed size of an
+            input to its compressed size.
         archive: An archive to which the documents of the first key are also written, or None.
         about: Facts about the corpus, which the manifest of each shard records.
         label: The text before the progress bar.
@@ -217,7 +219,7 @@ class Preparation:
         return manifests
 
     def _report_no_documents(self, faults: int) -> None:
-        """Raise an error that says that the inputs contain no document with text."""
+        """Raise the error that the inputs contain no document with text."""
         # If the run encodes one of several partitions, print a warning instead.
         causes = {
             "faulty records skipped": faults,

@@ -6,10 +6,10 @@ Enter the `with` block before any thread starts, because entering it forks the w
 
 In the parent process, a `ThreadPoolExecutor` has two threads for each worker. Each thread sends an
 item to the worker and waits for the answer. While the worker is busy with the item of one thread,
-the item of the other thread already waits in the pipe. Each worker has a pipe of its own, and only
-this worker has the far end of the pipe open. When a worker dies, its pipe is therefore closed, and
-the threads that wait for its answers get an error. (In a `ProcessPoolExecutor`, all workers share
-one pipe for results. This pipe stays open when a worker dies. If the worker dies while it sends a
+the item of the other thread already waits in the pipe. Each worker has a pipe of its own. Only the
+worker has the far end of this pipe open, so the pipe closes when the worker dies. The threads that
+wait for answers of the worker then get an error. (In a `ProcessPoolExecutor`, all workers share one
+pipe for results. This pipe stays open when a worker dies. If the worker dies while it sends a
 result, the parent waits forever for the rest of the result.) If the parent process dies, the
 operating system kills the workers.
 """
@@ -77,7 +77,7 @@ class _Worker:
 
 
 class Workers:
-    """A pool of processes that apply `function` to items. Use it in a `with` block."""
+    """A pool of processes that apply a function to items. Use the pool in a `with` block."""
 
     # If `count` is 1, there is no pool, and `function` runs in this process.
 
@@ -144,7 +144,7 @@ class Workers:
 
 
 def _work(function: Callable[[Any], Any], pipe: Connection, parent: int) -> None:
-    """Run a worker process: receive items and answer each, until the process is killed.
+    """Run a worker process: receive items and send back the results, until the process is killed.
 
     Args:
         function: The function that turns an item into a result.

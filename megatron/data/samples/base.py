@@ -1,4 +1,4 @@
-"""The base class of data sets that the training loader reads, for one corpus or several."""
+"""The base class of all data sets that the training loader reads."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
@@ -34,7 +34,7 @@ class Samples(ABC):
         return self._length
 
     def batch(self, indices: Sequence[int] | np.ndarray) -> np.ndarray:
-        """Return the samples with these numbers.
+        """Return the samples with the numbers `indices`.
 
         Args:
             indices: The numbers of n samples.

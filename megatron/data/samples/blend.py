@@ -34,7 +34,7 @@ _WARM_UP = 256  # extra steps before each segment, in which guessed counts appro
 
 
 def normalized(weights: Sequence[float]) -> list[float]:
-    """Return the weights, scaled so that their sum is 1. The config has checked them."""
+    """Return the weights, scaled so that their sum is 1. The config has checked the weights."""
     total = sum(weights)
     return [weight / total for weight in weights]
 
@@ -61,7 +61,7 @@ def weights_by_documents(documents: Sequence[int], alpha: float) -> list[float]:
 
 
 def samples_to_index(num_samples: int, weights: Sequence[float]) -> list[int]:
-    """Return the number of samples that each corpus must provide, as in GPT-NeoX.
+    """Return for how many samples the index of each corpus is built, as in GPT-NeoX.
 
     Args:
         num_samples: The number of samples of the blend.
@@ -130,6 +130,7 @@ def _lockstep(
         weights: The weight of each of D corpora, [D].
         counts_BD: How often each corpus was chosen before each segment, [B, D]. Updated in place.
         step_B: The index of the first sample in each segment, [B].
+        length: The number of samples in each segment.
 
     Returns:
         The corpus (0, 1, ...) chosen for each sample, uint8 [B, length].

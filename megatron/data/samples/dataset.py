@@ -1,19 +1,20 @@
 """The data set of one split: samples by number, in GPT-NeoX's order (see `index.py`).
 
-Sample i = 0, 1, ... of `TokenDataset` holds seq_length + 1 tokens. Its inputs are all tokens except
-the last, and its labels are all tokens except the first.
+Sample i = 0, 1, ... of `TokenDataset` consists of seq_length + 1 tokens. Its inputs are all tokens
+except the last, and its labels are all tokens except the first.
 
 `TokenDataset` always has at least `num_samples` samples. GPT-NeoX's data set omits the last sample
 of its index, so it may have only `num_samples` - 1 samples. GPT-NeoX then ends training one batch
 early. `published_length` is the length of GPT-NeoX's data set.
 
 GPT-NeoX's order depends on the number of samples for which its index was built. An index for a
-larger `train_iters` would therefore reorder the samples, even consumed ones. To train longer, pass
-the `num_samples` that the checkpoint records, and a larger `extend_to`. The data set then starts
-with the samples of the index for `num_samples`, and blocks 1, 2, ... of further samples follow.
-Block k is GPT-NeoX's order of one epoch, shuffled with the run's seed plus k. (If one epoch is
-shorter than a sample, the block has more epochs.) Increasing `extend_to` never changes earlier
-samples. Within the index and within each block, no sample occurs twice.
+larger `train_iters` would therefore reorder all samples, including those that training has already
+consumed. To train longer, pass the `num_samples` that the checkpoint records, and a larger
+`extend_to`. The data set then starts with the samples of the index for `num_samples`. Blocks 1, 2,
+... of further samples follow. Block k is GPT-NeoX's order of one epoch, shuffled with the run's
+seed plus k. (If one epoch is shorter than a sample, the block has more epochs.) Increasing
+`extend_to` never changes earlier samples. Within the index and within each block, no sample occurs
+twice.
 """
 
 import os
@@ -37,13 +38,13 @@ class TokenDataset(Samples):
         num_samples: The number of samples that the run plans. It determines the order of the
             samples.
         name: The name of the split ("train", ...).
-        cache_dir: The folder for the stored order of the samples. With None, the order exists only
-            in memory.
+        cache_dir: The folder in which the order of the samples is stored. None means that the order
+            is not stored.
         extend_to: The minimum length of the data set, or None. Additional samples come last.
 
     Attributes:
-        index: GPT-NeoX's sample index for the planned number of samples. The samples that
-            `extend_to` adds are not in it.
+        index: GPT-NeoX's sample index for the planned number of samples. The index does not contain
+            the samples that `extend_to` adds.
 
     Raises:
         ShardError: The split has no documents or no tokens, or the tokens in the shards are not
@@ -103,7 +104,7 @@ class TokenDataset(Samples):
             out_NT[rows] = of_block_NT
 
     def _fill_from(self, out_NT: np.ndarray, index: SampleIndex, numbers_N: np.ndarray) -> None:
-        """Write sample number `numbers_N[i]` of an index to row i of `out_NT`, for each i."""
+        """Write sample number `numbers_N[i]` of `index` to row i of `out_NT`, for each i."""
         cut_N = index.shuffle_idx[numbers_N].astype(np.int64)
         begin_N2, end_N2 = index.sample_idx[cut_N], index.sample_idx[cut_N + 1]
         # A sample consists of one piece from each of several consecutive documents. Piece p of the

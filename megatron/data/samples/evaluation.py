@@ -1,10 +1,10 @@
 """Cut the text of a split into evaluation sequences of a given length.
 
 Let x_0, x_1, ... be the tokens of the split's documents, in the order of the shards. Sequence i
-of length L is x[i L : i L + L + 1]. Its first L tokens are the inputs, its last L tokens are the
-targets. In n sequences, each of the tokens x_1 ... x_{n L} is a target exactly once. If two lengths
-have the same product n L, they are therefore compared on the same targets. Only the context
-differs.
+of length L is x[i L : i L + L + 1]. Its first L tokens are the inputs, and its last L tokens are
+the targets. In n sequences, each of the tokens x_1 ... x_{n L} is a target exactly once. If two
+lengths have the same product n L, the evaluations of the two lengths therefore have the same
+targets. Only the contexts of the targets differ.
 """
 
 import math
@@ -52,12 +52,13 @@ def eval_span(
 ) -> int:
     """Return how many targets to evaluate, so that all sequence lengths get the same targets.
 
-    The result is the largest common multiple of `lengths` that the limits allow.
+    The result is the largest common multiple of `lengths` that is at most `max_tokens` and for
+    which the documents have enough tokens.
 
     Args:
         documents: (start, end). The range includes document `start` and excludes document `end`.
-        lengths: The numbers of targets in a sequence.
-        max_tokens: The largest number of targets. The documents are the other limit.
+        lengths: The sequence lengths, each the number of targets in a sequence.
+        max_tokens: The largest number of targets.
     """
     # If every common multiple is too large, the result is the largest multiple of max(lengths)
     # within the limits. This multiple may be 0.

@@ -2,7 +2,7 @@
 
 The documents of a split are repeated for E epochs, shuffled together and concatenated. This gives
 one sequence of E * T tokens, where T is the number of tokens in the split. The sequence is cut at
-every L-th token, where L = seq_length. Piece s starts at token s L and holds L + 1 tokens, so its
+every L-th token, where L = seq_length. Piece s starts at token s L and has L + 1 tokens, so its
 last token is also the first token of the next piece. A second shuffle gives the training order:
 
     N                                   the number of samples that were requested
@@ -42,9 +42,9 @@ class SampleIndex:
 
     Attributes:
         doc_idx: The shuffled document numbers, [epochs * documents].
-        sample_idx: Where each piece starts, [samples + 1, 2]. A row holds an index into doc_idx,
-            and the offset of the first token in that document.
-        shuffle_idx: The piece of each sample, [samples].
+        sample_idx: Where each piece starts, [samples + 1, 2]. A row contains an index into doc_idx,
+            and the offset of the piece's first token in that document.
+        shuffle_idx: For each sample, the number of its piece, [samples].
     """
 
     doc_idx: np.ndarray
@@ -68,7 +68,7 @@ class IndexArguments(NamedTuple):
     Attributes:
         sizes: The number of tokens in each document of the shards, int32.
         documents: (start, end). The split includes document `start` and excludes document `end`.
-        num_samples: The minimum number of samples in the index; 0 means one epoch.
+        num_samples: The minimum number of samples in the index. 0 means one epoch.
         seq_length: The number of inputs in a sample. A sample has `seq_length` + 1 tokens.
         seed: The seed of the two shuffles.
     """
@@ -130,8 +130,8 @@ def cut_samples(
         total_tokens: The number of tokens in the concatenated documents.
 
     Returns:
-        For each cut, an index into `doc_idx` and the offset in that document, [cuts, 2]. The start
-        of the first sample counts as a cut.
+        The place of each cut, [cuts, 2]: an index into `doc_idx`, and the offset in that document.
+        The start of the first sample counts as a cut.
     """
     built = (total_tokens - 1) // seq_length
     cuts_S2 = np.empty((built + 1, 2), dtype=sample_idx_dtype(built, len(doc_idx)))

@@ -4,8 +4,8 @@ The name of an index folder contains a hash of everything that the index depends
 written under a temporary name and then renamed, so it is never incomplete. The arrays are
 memory-mapped, so all processes of a machine share one copy.
 
-Every rank looks for the folder itself and builds the index if the folder is missing. A file lock
-lets only one process build at a time. Therefore every machine gets the index, whether or not the
+Every rank looks for the folder and builds the index if the folder is missing. A file lock lets only
+one process build the index at a time. Therefore every machine gets the index, whether or not the
 machines share a file system.
 """
 
@@ -31,7 +31,8 @@ _ARRAYS = ("doc_idx", "sample_idx", "shuffle_idx")
 def cache_folder(data_folder: Path) -> Path:
     """Return the folder for cached sample indices, and create it if it does not exist.
 
-    The folder is in `data_folder` or, if that cannot be written, in the system's temporary folder.
+    The folder is in `data_folder`. If the process cannot write to `data_folder`, the folder is in
+    the system's temporary folder.
 
     Raises:
         DataError: The folder in the system's temporary folder belongs to another user.
@@ -59,7 +60,7 @@ def cached_sample_index(
     """Load a sample index from `cache_dir`, or build and store it.
 
     Args:
-        name: The start of the name of the index folder, such as "train".
+        name: The name of the split, such as "train". The name of the index folder starts with it.
     """
     sizes, documents, num_samples, seq_length, seed = arguments
     key = hashlib.sha256(

@@ -1,14 +1,14 @@
 """The training loader. It decides which samples each rank reads at each step.
 
 Samples are consumed in the order 0, 1, 2, .... In each micro-step, the `dp` data-parallel ranks
-take the next micro * dp samples in total, where `micro` is the micro-batch size. Of these samples,
-rank r takes the numbers r * micro to (r + 1) * micro - 1. A global batch consists of consecutive
-micro-steps, one for each gradient accumulation step g:
+together read the next micro * dp samples, where `micro` is the micro-batch size. Of these samples,
+rank r reads the numbers r * micro to (r + 1) * micro - 1. A global batch consists of consecutive
+micro-steps, one for each gradient accumulation step g. Row `row` of rank r's micro-batch contains
 
     sample(step, g, r, row) = step * global_batch + g * micro * dp + r * micro + row
 
-Therefore a global batch contains the same samples for every number of ranks, and the number of
-consumed samples is the loader's complete state. The order equals that of GPT-NeoX's
+Therefore a global batch contains the same samples for every number of ranks. The number of consumed
+samples is the complete state of the loader. The order is the same as in GPT-NeoX's
 `DistributedBatchSampler` without interleaving.
 """
 
@@ -34,7 +34,7 @@ class TrainLoader:
 
     Attributes:
         micro_steps: The number of micro-steps (gradient accumulation steps) in a global batch.
-        step_samples: The number of samples that all ranks read in a micro-step, in total.
+        step_samples: The number of samples that all ranks together read in a micro-step.
 
     Raises:
         DataExhausted: From `next`, if too few samples are left.
@@ -108,14 +108,14 @@ def published_start(
 ) -> int:
     """Return how many samples GPT-NeoX's loader skips when it resumes at `iteration`.
 
-    GPT-NeoX skips whole micro-steps:
+    GPT-NeoX skips this number of micro-steps, each with `loader.step_samples` samples:
 
         train   iteration * loader.micro_steps
         valid   (iteration * loader.micro_steps // eval_interval) * eval_iters
         test    0
 
-    After the last complete micro-step of the data set, train and valid begin again at 0. The result
-    is in samples, `loader.step_samples` for each micro-step.
+    For train and valid, the number is taken modulo the number of complete micro-steps in the data
+    set.
 
     Args:
         split: "train", "valid" or "test".

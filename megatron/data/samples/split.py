@@ -8,7 +8,7 @@ def split_documents(split: str, num_documents: int) -> list[tuple[int, int]]:
 
     Args:
         split: Up to three weights such as "969, 30, 1", separated by `,` or `/`. The config has
-            checked that they are finite, none is negative, and their sum is above 0.
+            checked that all weights are finite, no weight is negative, and the sum is above 0.
         num_documents: The number of documents to divide.
 
     Returns:

@@ -1,4 +1,4 @@
-"""A fingerprint of a data set, by which a resumed run checks that its tokens have not changed.
+"""A fingerprint of a data set, by which a resumed run checks that the tokens have not changed.
 
 In a data set of up to 64 MiB, all tokens are hashed. In a larger data set, hashing all tokens would
 delay each start by minutes, so only 256 blocks of 256 KiB are hashed. The blocks are spread evenly

@@ -18,8 +18,8 @@ class Shards(Protocol):
     """Read access to the tokens of n documents. The caller must not write to the arrays.
 
     Attributes:
-        prefix: The path of the .bin and .idx files without the suffix. Several token shards have
-            one text with all their paths.
+        prefix: The path of the .bin and .idx files without the suffix. For several token shards, a
+            text with the paths of all shards.
         folder: The folder that contains the files of the shard, or of the first of several shards.
         dtype: The little-endian dtype of the tokens.
         sizes: The number of tokens in each document, int32 [n].

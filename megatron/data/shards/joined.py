@@ -26,8 +26,8 @@ def find_prefixes(data_path: DataPath) -> list[str]:
         data_path: Paths or glob patterns. The matches of a pattern are sorted.
 
     Raises:
-        ShardError: A path or match is missing, a path is named twice, or a pattern matches only
-            some parts of a corpus.
+        ShardError: `data_path` is empty, or a path occurs twice.
+        ShardError: A pattern matches no shard, or only some parts of a corpus.
     """
     # The parts of a corpus are the partitions of a preparation run.
     given = [data_path] if isinstance(data_path, str | os.PathLike) else data_path
@@ -99,7 +99,8 @@ def join(readers: Sequence[ShardReader]) -> Shards:
 class JoinedShards:
     """Several shards as one data set that implements `Shards`.
 
-    The documents of the first shard come first, then those of the second, and so on.
+    The documents have the order of the shards: first all documents of the first shard, then all
+    documents of the second shard, and so on.
 
     Raises:
         ShardError: The shards differ in dtype or tokenizer.
@@ -125,8 +126,8 @@ class _JoinedTokens:
     """Several token arrays that can be sliced as if they were concatenated.
 
     Attributes:
-        starts: The index at which each array starts in the concatenation, and at the end the length
-            of the concatenation.
+        starts: The index in the concatenation at which each array starts. The last entry is the
+            length of the concatenation.
     """
 
     def __init__(self, arrays: list[np.ndarray], dtype: np.dtype) -> None:

@@ -89,13 +89,13 @@ def _is_partition(value: object) -> bool:
 
 
 def partition_of(manifest: dict | None) -> dict | None:
-    """Return which part of a corpus the shard holds, or None if the shard holds the whole corpus.
+    """Return which part of a corpus a shard contains, or None if it contains the whole corpus.
 
     The result is a dict with four keys:
 
     - `part`: The number of this part, counted from 1.
     - `of`: The number of all parts.
-    - `begin`: The first chunk of the part, as [number of the input, number of the chunk in it].
+    - `begin`: The first chunk of the part, as [index of the input, number of the chunk].
     - `end`: The last chunk of the part, in the same form.
     """
     # It is the manifest's entry `partition`. A preparation run can be divided into partitions, and

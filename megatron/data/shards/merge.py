@@ -23,7 +23,7 @@ def merge(prefixes: Sequence[str], output: str | os.PathLike) -> tuple[int, int]
 
     Raises:
         ShardError: `output` exists, the disk is full, or the shards cannot be merged. For example,
-            they differ in dtype or tokenizer.
+            shards of different dtypes or tokenizers cannot be merged.
     """
     # The shards cannot be merged either if all are empty, or if a partition of a preparation run is
     # missing. If each merged shard has a manifest, the new shard gets one that combines them.
@@ -59,7 +59,7 @@ def _check_partitions(prefixes: Sequence[str], partitions: Sequence[dict | None]
 
     Args:
         prefixes: The paths of the shards, for error messages.
-        partitions: Which part each shard holds. None means that the shard is a whole corpus.
+        partitions: Which part each shard contains. None means that the shard is a whole corpus.
 
     Raises:
         ShardError: A part is missing or out of order, or the parts were made from different inputs.

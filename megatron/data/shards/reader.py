@@ -22,8 +22,8 @@ class ShardReader:
         doc_idx: The array of this name in the .idx file.
 
     Raises:
-        ShardError: A file is missing, incomplete or damaged, or the .bin and .idx file do not
-            belong together.
+        ShardError: A file is missing, incomplete or damaged, or the .bin file and the .idx file do
+            not belong together.
     """
 
     # `Shards` describes the other attributes, and `format.py` the .idx file.

@@ -24,10 +24,10 @@ class ShardWriter(AbstractContextManager["ShardWriter"]):
     Attributes:
         documents, tokens: The numbers of documents and tokens written so far.
         manifest: The content of PREFIX.json as bytes, or None.
-        keep_parts: Whether the .part files stay if the `with` block raises an error.
+        keep_parts: Whether to keep the .part files if the `with` block raises an error.
 
     Raises:
-        ShardError: The format does not support `dtype`, the folder cannot be made, or another
+        ShardError: The format does not support `dtype`, the folder cannot be created, or another
             process is writing the same PREFIX.
     """
 
@@ -75,12 +75,12 @@ class ShardWriter(AbstractContextManager["ShardWriter"]):
             self._close()
 
     def holds(self, documents: int, tokens: int) -> bool:
-        """Return whether unfinished files contain at least these documents and tokens.
+        """Return whether the .part files of an earlier writer contain so many documents and tokens.
 
-        An earlier writer has left the files. Call `rewind` only if the result is True.
+        Call `rewind` only if the result is True.
 
         Args:
-            documents: The number of documents.
+            documents: The number of documents that the files must contain.
             tokens: The number of tokens in these documents.
         """
         bin_bytes, idx_bytes = self._found
@@ -89,7 +89,7 @@ class ShardWriter(AbstractContextManager["ShardWriter"]):
         )
 
     def rewind(self, documents: int, tokens: int) -> None:
-        """Keep the first documents of an earlier writer's unfinished files, and cut off the rest.
+        """Keep the first documents in the .part files of an earlier writer, and cut off the rest.
 
         Args:
             documents: The number of documents to keep.
@@ -220,6 +220,6 @@ class ShardWriter(AbstractContextManager["ShardWriter"]):
 
 
 def _open(path: os.PathLike) -> BinaryIO:
-    """Open a file to read and write, without truncating it."""
+    """Open a file for reading and writing, without truncating it."""
     # The file is created if it does not exist.
     return os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT, 0o666), "r+b", buffering=1 << 20)

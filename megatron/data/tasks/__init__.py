@@ -1,4 +1,5 @@
-"""Length tasks, such as copying or sorting n symbols. They test a model on longer examples.
+"""Length tasks, such as copying n symbols, test a model on longer examples than in training.
 
-The examples are generated. Training draws their lengths n at random, and evaluation chooses n.
+The examples are generated. In training, the length n of each example is random. In evaluation, n is
+given.
 """

@@ -1,7 +1,7 @@
-"""Tasks that compute: `parity`, `modular` and `addition`.
+"""Tasks of arithmetic: `parity`, `modular` and `addition`.
 
-They are in the length generalization study of Deletang et al. (2022, arXiv 2207.02098), where
-parity and modular arithmetic are regular languages, and addition is context-sensitive.
+Deletang et al. (2022, arXiv 2207.02098) use these tasks to study length generalization. They
+classify parity and modular arithmetic as regular, and addition as context-sensitive.
 """
 
 from dataclasses import dataclass
@@ -16,7 +16,8 @@ class Parity(Task):
     """The task of computing the parity of n bits, which is the number of ones modulo 2.
 
     Attributes:
-        steps: Whether the answer has n tokens: token i is the parity of the first i bits.
+        steps: Whether the answer has n tokens, where token i is the parity of the first i bits. If
+            false, the answer is the parity of all bits.
     """
 
     name = "parity"
@@ -40,7 +41,8 @@ class Modular(Task):
 
     Attributes:
         modulus: The modulus.
-        steps: Whether the answer has n tokens: token i is the value of the first i numbers.
+        steps: Whether the answer has n tokens, where token i is the value of the expression up to
+            number i. If false, the answer is the value of the whole expression.
     """
 
     name = "modular"

@@ -1,15 +1,16 @@
 """The interface of length tasks.
 
 An example of length n is a row of tokens. Some of its tokens form the answer. Only these tokens
-count in the loss and in the accuracy. A row is an int64 array that holds
+count in the loss and in the accuracy. A row is an int64 array that contains
 
     id     for a token of the answer            (0, 1, ...)
     ~id    for any other token                  (-1, -2, ...)
 
-so one array holds the tokens and marks the answer. After the example, the row is filled up with
-`END_OF_DOCUMENT` (id 0), which is not part of the answer. So a model does not learn where to stop.
-It need not know this, because the length of an example determines the length of the answer. Models
-that do not learn where to stop extrapolate better (Newman et al. 2020, arXiv 2010.07174).
+so one array contains the tokens and marks the answer. After the example, the row is filled up with
+`END_OF_DOCUMENT` (id 0), which is not part of the answer. Therefore a model does not learn where an
+answer ends. This is not needed, because the length of an example determines the length of the
+answer. Models that do not learn where to stop extrapolate better (Newman et al. 2020, arXiv
+2010.07174).
 """
 
 import hashlib
@@ -27,7 +28,7 @@ from megatron.data.tasks.vocabulary import TaskTokenizer
 ASKED = "="
 """The token between the question and the answer."""
 Example = tuple[list[str], list[bool]]
-"""The tokens of an example, and for each token whether it belongs to the answer."""
+"""The tokens of an example, and whether each token belongs to the answer."""
 
 
 def option(default: int | bool, least: int = 1) -> Any:
@@ -54,7 +55,7 @@ def question(asked: Sequence[str], answer: Sequence[str]) -> Example:
 class Task(ABC):
     """Base class of the length tasks, such as copying n symbols. Its fields are the task's options.
 
-    A length task trains on short examples and measures the accuracy on longer ones.
+    A model is trained on short examples of the task, and its accuracy is measured on longer ones.
 
     Attributes:
         name: The name of the task in `data_path: builtin:NAME`.
@@ -102,7 +103,7 @@ class Task(ABC):
     def row(self, rng: np.random.Generator, length: int) -> np.ndarray:
         """Draw an example and return its tokens as int64 [number of tokens].
 
-        A token of the question is stored as ~id, which is negative, because it is no target.
+        A token of the question is stored as ~id, which is negative, because it is not a target.
 
         Raises:
             TaskError: The options do not allow this length.

@@ -11,8 +11,8 @@ from megatron.data.tasks.base import ASKED, Example, Task, option
 class Recall(Task):
     """The task of recalling values by their keys.
 
-    An example first lists n pairs (key, value). It then lists the same pairs in a random order,
-    where each value is an answer. The n keys are all different.
+    An example first lists n pairs (key, value). It then lists the same pairs again in a random
+    order. The values of this second list are the answer. The n keys are all different.
     """
 
     # Therefore n is at most `keys`. Values may occur several times.

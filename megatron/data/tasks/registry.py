@@ -20,7 +20,8 @@ def build_task(name: str, options: Mapping[str, Any]) -> Task:
     """Build the task `name`.
 
     Args:
-        options: The values of the task's options. Other options have their default values.
+        options: Maps the names of the task's options to values. An option that is not in `options`
+            has its default value.
 
     Raises:
         TaskError: There is no such task or option, or the value of an option is not allowed.

@@ -1,8 +1,8 @@
 """The samples of a length task.
 
 Each sample has a random generator of its own, so sample i of a split depends only on the task, the
-run's seed, the split and i. Nothing is stored. Extending a data set does not change its earlier
-samples.
+run's seed, the split and i. Samples are not stored. Extending a data set does not change its
+earlier samples.
 """
 
 import numpy as np
@@ -18,12 +18,12 @@ _MEASURED = len(SPLITS)  # the stream of random numbers of `examples_at`, after 
 class TaskSamples(Samples):
     """The samples of one split of a length task, such as copying n symbols.
 
-    Each sample holds one example. A token of the question is stored as ~id, which is negative,
-    because it is no target.
+    Each sample contains one example. A token of the question is stored as ~id, which is negative,
+    because it is not a target.
 
     Args:
         num_samples, extend_to: The larger of the two is the number of samples in the data set.
-        seq_length: The number of input tokens in a sample. The longest example must fit into it.
+        seq_length: The number of input tokens in a sample.
         name: The split: "train", "valid" or "test".
 
     Raises:
@@ -64,7 +64,7 @@ def examples_at(task: Task, length: int, count: int) -> np.ndarray:
 
     Returns:
         int64 [count, number of tokens in an example]. A token of the question is stored as ~id,
-        which is negative, because it is no target.
+        which is negative, because it is not a target.
 
     Raises:
         TaskError: The task's options do not allow this length.

@@ -1,7 +1,7 @@
 """Tasks that rearrange a row of n symbols: `copy`, `reverse` and `sort`.
 
-They are in the length generalization studies of Deletang et al. (2022, arXiv 2207.02098) and
-Kazemnejad et al. (2023, arXiv 2305.19466). The symbols are drawn independently and uniformly.
+Deletang et al. (2022, arXiv 2207.02098) and Kazemnejad et al. (2023, arXiv 2305.19466) use these
+tasks to study length generalization. The symbols are drawn independently and uniformly.
 """
 
 from collections.abc import Callable

@@ -10,7 +10,7 @@ from megatron.suggest import did_you_mean
 
 
 class TaskTokenizer(Tokenizer):
-    """A tokenizer with a given list of words. The id 0 ends a document.
+    """A tokenizer whose tokens are the words of a given list. The id 0 ends a document.
 
     Attributes:
         words: The word of each id.

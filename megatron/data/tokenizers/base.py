@@ -9,19 +9,18 @@
 | `SPMTokenizer` | a .model of the optional `sentencepiece` library | that of `<|endoftext|>` |
 
 If a tokenizer.json has no `<|endoftext|>`, its eod is the `eos_token` of the tokenizer_config.json
-beside it. If a .model has no such piece, its eod is the model's own end of a sentence (`</s>`).
+in the same folder. If a .model has no `<|endoftext|>`, its eod is the end-of-sentence token `</s>`.
 
-A document consists of three parts, and so does a prompt, without its end:
+The tokens of a document have three parts. The tokens of a prompt have only the first two parts:
 
     begin     the tokens that the template of a tokenizer.json puts before a text (BOS), else none
     encode    the tokens of the text alone
-    eod       one end-of-document token, also if the template has one
+    eod       one end-of-document token, even if the template also puts one after a text
 
-If a text contains the characters "<|endoftext|>", `GPT2BPETokenizer` encodes them as
-ordinary text, as GPT-NeoX does, and `HFTokenizer` encodes them as its tokenizer.json prescribes.
-`CharLevelTokenizer` decodes to the text that was encoded. (The GPT-NeoX class of this name decodes
-every id below 32, even a line end, to a space.) Arrays of ids have the dtype that `best_dtype`
-returns.
+If a text contains the characters "<|endoftext|>", `GPT2BPETokenizer` encodes them as ordinary text,
+as GPT-NeoX does. `HFTokenizer` encodes them as its tokenizer.json prescribes. `CharLevelTokenizer`
+decodes ids to exactly the text that was encoded. (The GPT-NeoX class of this name decodes every id
+below 32, even a line end, to a space.) Arrays of ids have the dtype that `best_dtype` returns.
 """
 
 import hashlib
@@ -68,13 +67,13 @@ class Tokenizer(ABC):
 
     @abstractmethod
     def count_bytes(self, table: np.ndarray) -> None:
-        """Write the number of UTF-8 bytes of each token into `table`.
+        """Count the UTF-8 bytes of each token, and write the numbers into `table`.
 
-        Count the bytes that a token has in the middle of a text.
+        The bytes of a token are counted as in the middle of a text.
 
         Args:
-            table: Zeros, int64 [vocab_size]. The entry of the end-of-document token may have any
-                value.
+            table: An array of zeros, int64 [vocab_size]. Any value may be written for the
+                end-of-document token.
         """
         # If `decode` drops the space at the start of a text, this method also sets
         # `_bytes_left_out` to 1.
@@ -111,7 +110,7 @@ class Tokenizer(ABC):
         """Return the text of `ids`, with U+FFFD for each id outside the vocabulary.
 
         Args:
-            decode: The function that decodes consecutive ids of the vocabulary.
+            decode: The function that decodes a list of ids, all in the vocabulary.
         """
         ids = np.asarray(ids, dtype=np.int64)
         unknown = np.flatnonzero((ids < 0) | (ids >= self.vocab_size))
@@ -188,7 +187,11 @@ def check_utf8(texts: Sequence[str]) -> None:
 
 @contextmanager
 def fault_in_file(message: str) -> Iterator[None]:
-    """Turn any error of the `with` block, which reads a tokenizer's file, into a TokenizerError."""
+    """Turn any error of the `with` block into a TokenizerError. The block reads a tokenizer file.
+
+    Args:
+        message: The start of the text of the TokenizerError.
+    """
     try:
         yield
     except BaseException as error:  # Rust's panics are no Exceptions

@@ -22,7 +22,7 @@ class HFTokenizer(Tokenizer):
     """A tokenizer read from a tokenizer.json file.
 
     Attributes:
-        reference: The tokenizer object of the `tokenizers` library, which encodes and decodes.
+        reference: The object of the `tokenizers` library that encodes and decodes.
     """
 
     name = "HFTokenizer"
@@ -99,7 +99,7 @@ class HFTokenizer(Tokenizer):
 
 
 def _eos_token(path: Path) -> str | None:
-    """Return the `eos_token` of a tokenizer_config.json, or None if there is none."""
+    """Return the `eos_token` of a tokenizer_config.json, or None if the file or token is absent."""
     if not path.is_file():
         return None
     with fault_in_file(f"{path}: is not a tokenizer_config.json"):

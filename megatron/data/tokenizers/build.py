@@ -25,7 +25,7 @@ def build_tokenizer(
         vocab_file: The path of the vocab.json, tokenizer.json or .model file. The tokenizers that
             work on bytes ignore it.
         merge_file: The path of the merges.txt, for GPT2BPETokenizer only.
-        backend: The library that encodes, for GPT2BPETokenizer only; one of `fast_bpe.BACKENDS`.
+        backend: The library that encodes, one of `fast_bpe.BACKENDS`, for GPT2BPETokenizer only.
 
     Raises:
         TokenizerError: The type is unknown, or a file is missing or damaged.

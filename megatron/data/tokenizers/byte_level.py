@@ -35,10 +35,9 @@ class ByteLevelTokenizer(Tokenizer):
 
 
 class CharLevelTokenizer(ByteLevelTokenizer):
-    """GPT-NeoX's tokenizer of this name.
+    """A tokenizer with the ids of GPT-NeoX's `CharLevelTokenizer`.
 
-    The ids are the UTF-8 bytes of the text, and the id 0 ends a document. The vocabulary size is
-    512.
+    The ids are the UTF-8 bytes of the text. The id 0 ends a document. The vocabulary size is 512.
     """
 
     name = "CharLevelTokenizer"

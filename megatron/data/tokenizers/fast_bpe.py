@@ -1,13 +1,14 @@
 """Encode GPT-2's BPE with libraries that are faster than `tokenizers` and give the same ids.
 
 At each step, tiktoken merges the adjacent pair of tokens whose concatenation has the lowest id. BPE
-prescribes the pair that comes first in the list of merges. In GPT-2's own vocabulary the ids follow
-the order of the merges, so both rules choose the same pair. Other vocabularies need `tokenizers`.
+prescribes the pair that comes first in the list of merges. In GPT-2's own vocabulary, the ids
+follow the order of the merges, so the two rules choose the same pair. Other vocabularies must be
+encoded with `tokenizers`.
 
-gigatoken is a young project, so `CheckedBatches` compares its ids with those of `tokenizers`
-throughout the run. Each process compares all `DIFFICULT_TEXTS`, then all texts until it has
-compared `CHECK_FIRST` characters. After that it compares only some texts, which together contain
-about one in `CHECK_EVERY` of all characters.
+gigatoken is a young project, so `CheckedBatches` compares the ids from gigatoken with the ids from
+`tokenizers` throughout the run. Each process compares all `DIFFICULT_TEXTS`, and then all texts of
+the data until it has compared `CHECK_FIRST` characters. After that, it compares only some texts,
+which together contain about one in `CHECK_EVERY` of all characters.
 """
 
 import re
@@ -82,7 +83,7 @@ def build(backend: str, vocabulary: dict[str, int], reference: Callable[[], Any]
 
     Args:
         backend: The name of the library.
-        vocabulary: A dict from token to id.
+        vocabulary: Maps each token to its id.
         reference: A function that returns the tokenizer object of the `tokenizers` library.
 
     Returns:
@@ -143,7 +144,9 @@ def _gigatoken(reference, by_reference: Encode) -> Encode:
 
 
 class CheckedBatches:
-    """A callable that encodes texts with a fast library, and compares some ids with a reference.
+    """A callable that encodes batches of texts with a fast library, and checks some of the ids.
+
+    The ids of some texts are compared with the ids from the library `tokenizers`, the reference.
 
     Raises:
         TokenizerError: The library and the reference give different ids for a text.

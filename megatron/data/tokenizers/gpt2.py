@@ -1,7 +1,7 @@
 """Hashes of the vocabulary and the merges that OpenAI published for GPT-2.
 
 If a tokenizer's files have these hashes, training starts sooner, because the merges need not be
-parsed. Faster libraries may then encode (see `fast_bpe.py`).
+parsed. Faster libraries can then encode texts (see `fast_bpe.py`).
 """
 
 import hashlib

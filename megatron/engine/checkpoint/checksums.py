@@ -1,8 +1,8 @@
-"""Record the sizes and checksums of a checkpoint's files on saving; verify them on loading.
+"""Record the sizes and checksums of a checkpoint's files; verify the files before loading.
 
-`kerple.json` is written last. It holds the size and the CRC-32 of every other file, and the CRC-32
-of its own content. A CRC-32 finds incomplete writes and flipped bits, but not forgery. All ranks
-see the same folder, so each rank computes the checksums of some of the files.
+`kerple.json` is written last. It contains the size and the CRC-32 of every other file, and the
+CRC-32 of its own content. A CRC-32 finds incomplete writes and flipped bits, but not forgery. All
+ranks see the same folder, so each rank computes the checksums of some of the files.
 """
 
 import json
@@ -29,7 +29,7 @@ READ_BYTES = 1 << 24
 
 
 def sealed(record: dict[str, Any]) -> str:
-    """Return `record` as JSON text with its CRC-32 added."""
+    """Return `record` and its CRC-32 as JSON text."""
     # The new entry `checksum` is the CRC-32 of the other entries.
     return json.dumps(record | {"checksum": _seal(record)}, indent=1)
 

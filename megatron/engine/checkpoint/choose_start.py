@@ -2,17 +2,17 @@
 
 | `load` names | the job starts with |
 |---|---|
-| nothing, or the folder `save` while it holds no checkpoint | step 0 and initial weights |
+| nothing, or the folder `save` if it contains no checkpoint | step 0 and initial weights |
 | a checkpoint of this code | its step, weights, optimizer, schedule and random streams |
-| a checkpoint of GPT-NeoX, or any import | its step and weights; zero optimizer moments |
+| a checkpoint of GPT-NeoX, or an imported one | its step and weights; zero optimizer moments |
 | any checkpoint, with `finetune: true` | step 0 and its weights |
-| any checkpoint, with `train_iters: 0` | its step and weights, only to be evaluated |
+| any checkpoint, with `train_iters: 0` | its step and weights, for evaluation only |
 
 `load` names either a checkpoint or a run folder. In a run folder, the file `latest` names the
 checkpoint.
 
-If the folder `save` holds a checkpoint of a run that began from the same `load`, or any checkpoint
-and `finetune: true` is set, the job ignores `load` and resumes from the checkpoint in `save`.
+The job ignores `load` and resumes from the checkpoint in the folder `save` in two cases: the
+checkpoint belongs to a run that began from the same `load`, or the config sets `finetune: true`.
 """
 
 from collections.abc import Callable
@@ -122,7 +122,7 @@ def _decide(
     """Decide where the job starts.
 
     Args:
-        usable: A function from a folder to its newest usable checkpoint, or None.
+        usable: A function that returns the newest usable checkpoint of a folder, or None.
     """
     c, trains = config.checkpoint, config.training.train_iters > 0
     save, load = (Path(name) if name else None for name in (c.save, c.load))

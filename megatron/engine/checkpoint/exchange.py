@@ -1,8 +1,9 @@
 """Import published (GPT-NeoX) checkpoints into this project's layout, and export them again.
 
-An import keeps the values of all weights. It also writes an entry `imported` into `kerple.json`. A
-later export uses this entry to restore the original files: all tensors have the same names, shapes,
-dtypes and values as before the import. No optimizer state is imported or exported.
+An import does not change the values of the weights. The import writes an entry `imported` into
+`kerple.json`. A later export uses this entry to restore the original files: all tensors have the
+same names, shapes, dtypes and values as before the import. No optimizer state is imported or
+exported.
 """
 
 import json
@@ -41,8 +42,9 @@ def import_checkpoint(source: Path, target: Path, *, summed_biases: bool) -> Pub
     Args:
         source: The published checkpoint's folder, `global_stepN`.
         target: The run folder, in which the new checkpoint becomes a subfolder `global_stepN`.
-        summed_biases: Whether the model was trained with GPT-NeoX's `gpt_j_residual`. Such a model
-            has another bias of a row-parallel layer on each rank, and the import adds them.
+        summed_biases: Whether the model was trained with GPT-NeoX's `gpt_j_residual`. In such a
+            model, the bias of a row-parallel layer differs from rank to rank. The import stores the
+            sum of the ranks' biases.
 
     Raises:
         CheckpointError: `target` already has a checkpoint of this step, or `source` is not
@@ -113,7 +115,7 @@ def export_checkpoint(source: Path, target: Path, *, parts: int | None = None) -
 def _placed(
     shape: Shape, weights: dict[str, Tensor], buffers: dict[str, Tensor]
 ) -> dict[tuple[int, str], Tensor]:
-    """Return a dict from (pipeline position, GPT-NeoX's name) to unsharded tensor."""
+    """Return a dict from (GPT-NeoX's pipeline position, GPT-NeoX's name) to unsharded tensor."""
     # As in GPT-NeoX, every transformer block has its own entries for the positional embedding.
     placed = {}
     in_all_blocks = dict(buffers)
@@ -175,7 +177,7 @@ def _config_of(record: Record) -> Config:
 
 
 def _needs_newer_neox(block: BlockShape, activation: str) -> bool:
-    """Return whether a block needs a gpt-neox that is newer than the released KERPLE code."""
+    """Return whether a block needs a version of gpt-neox that is newer than KERPLE's release."""
     plain = BlockShape(block.hidden_size, block.num_heads, activation=activation)
     options = ("attention_bias", "mlp_bias", "group", "qk_norm", "mlp_size")
     changed = any(getattr(block, name) != getattr(plain, name) for name in options)

@@ -7,7 +7,7 @@ In their names, TT is the tensor-parallel rank, D the data-parallel rank and LL 
     pipeline       layer_LL-model_TT-model_states.pt: the weights of layer LL on rank TT
     ZeRO 3         zero_pp_rank_D_mp_rank_TT_*_states.pt: flat fp32 partitions
 
-`cuts` in `kerple.json` names the sharded weights and the sharded dimension of each.
+The entry `cuts` of `kerple.json` names each sharded weight, and the dimension that is sharded.
 """
 
 import io

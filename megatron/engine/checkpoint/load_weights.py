@@ -39,11 +39,11 @@ def load_weights(
     or shards the model.
 
     Args:
-        run: The description of this run. Its model must be that of the checkpoint. None skips this
-            comparison.
+        run: The description of this run. The properties of its model are compared with those that
+            the checkpoint records. None skips the comparison.
         groups: The job's process groups. They are required if the model is sharded, and every rank
             must then call this function.
-        change: The old and new positional embeddings, if `model` has others than the checkpoint.
+        change: The old and new positional embeddings; None if they are the same.
 
     Returns:
         Lines to print for the user.
@@ -89,8 +89,8 @@ def load_weights(
 
 
 def _free(change: ChangedPositions | None) -> tuple[str, ...]:
-    """Return the properties of the model in which checkpoint and model may differ."""
-    # They are entries of `RunDescription.model`.
+    """Return the names of the model properties that may differ from the checkpoint's."""
+    # They are names of entries of `RunDescription.model`.
     free = ("rope_scaling",)  # the weights fit any scaling
     if change is None:
         return free
@@ -106,10 +106,10 @@ def _free(change: ChangedPositions | None) -> tuple[str, ...]:
 def _without_replaced(
     shapes: dict[str, tuple[int, ...]], weights: Weights, change: ChangedPositions
 ) -> tuple[dict[str, tuple[int, ...]], Weights]:
-    """Return `shapes` and `weights` without the positional embeddings that change.
+    """Remove the positional embeddings that change from `weights`, and from a copy of `shapes`.
 
     Returns:
-        (shapes of the remaining parameters, remaining weights).
+        (shapes of the remaining parameters, removed weights).
     """
     # Theta (the learned parameters of the positional embedding) is removed, and so are position
     # weights that the model does not have. Theta is copied later, column by column.
@@ -133,7 +133,7 @@ def _without_replaced(
 def _read(
     saved: Saved, gpt_j_residual: bool
 ) -> tuple[Weights, dict[str, Tensor], tuple[str, ...], list[str], list[str]]:
-    """Read the weights and what else the checkpoint stores.
+    """Read the weights and the buffers of a checkpoint.
 
     Returns:
         (weights, buffers, names of learned position tensors, error lines, other lines).
@@ -158,7 +158,7 @@ def _read(
 
 
 def _merged_for_another_residual(saved: Saved, gpt_j_residual: bool) -> list[str]:
-    """Return an error line if the checkpoint was imported with another `gpt_j_residual`."""
+    """Return a list with an error line if the import used another value of `gpt_j_residual`."""
     # The list is empty otherwise.
     # With `gpt_j_residual`, the import sums the tensor-parallel shards of some biases.
     if saved.kind != "imported" or saved.record.imported is None:
@@ -174,7 +174,7 @@ def _merged_for_another_residual(saved: Saved, gpt_j_residual: bool) -> list[str
 
 
 def _differences(weights: Weights, shapes: dict[str, tuple[int, ...]]) -> list[str]:
-    """Return one line for each stored weight that is missing in the model or differs in shape."""
+    """Return an error line for each stored weight that the model lacks or that differs in shape."""
     return [
         f"{name}: not in this model"
         if name not in shapes
@@ -203,9 +203,9 @@ def _text_of_problems(
 
 
 def _project_theta(pos: PositionalEmbedding, dtype: torch.dtype, weights: Weights) -> list[str]:
-    """Clamp the positional embedding's parameters in `weights` to their bounds.
+    """Clamp the positional embedding's parameters in `weights` to the bounds of the parameters.
 
-    Return a line for the user if values changed.
+    Return a list with a line for the user if values changed.
     """
     # The clamped values have the type `dtype`.
     # Checkpoints of the released KERPLE code may hold values beyond the bounds.

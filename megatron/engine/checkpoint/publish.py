@@ -1,13 +1,13 @@
 """Write new folders so that each one appears complete or not at all.
 
-`new_folder` is for the tools that write a folder (imports, exports, conversions). A checkpoint in a
-run folder has a protocol of its own, because it replaces an older checkpoint of the same name, and
-because `latest` must name it:
+The function `new_folder` is for tools that write a folder (imports, exports, conversions).
 
-A checkpoint is written into the folder `.unfinished-NAME`. The folder is flushed to disk and
-renamed to `NAME`. Only then is `NAME` written into the file `latest`. If an older folder `NAME`
-exists, it is renamed to `.replaced-NAME` just before the new folder is renamed, and deleted at the
-end.
+A training run saves a checkpoint `NAME` in more steps, because the checkpoint may replace an older
+checkpoint of the same name, and because the file `latest` must name the new checkpoint. First, the
+checkpoint is written into the folder `.unfinished-NAME`. The folder is flushed to disk and renamed
+to `NAME`. Only then is `NAME` written into the file `latest`. If an older folder `NAME` exists, the
+older folder is renamed to `.replaced-NAME` just before the new folder is renamed, and deleted at
+the end.
 """
 
 import errno
@@ -100,9 +100,9 @@ def write_import(
 
     Args:
         run: The run folder, in which the checkpoint becomes a subfolder.
-        step: The number of optimizer steps that the weights have been trained for.
+        step: The number of optimizer steps for which the weights were trained.
         state: The content of the weights file. Its entry `module` maps names to weights.
-        about: Entries about the import for the checkpoint's file `kerple.json`.
+        about: Entries for the checkpoint's file `kerple.json`, which describe the import.
         configs: A folder that is copied into the checkpoint; None copies none.
 
     Raises:
@@ -164,7 +164,7 @@ def publish(folder: Path, tag: str, confirm: Confirm) -> None:
 
 
 def remove_unfinished(folder: Path) -> list[str]:
-    """Delete what a killed run left in `folder`, and return the names of the deleted folders."""
+    """Delete the unfinished files of a killed run, and return the names of the deleted folders."""
     # A killed run may leave folders `.unfinished-NAME` and `.replaced-NAME`, and temporary files
     # (see `megatron.files.replacing`). Two things are kept:
     # - `.replaced-NAME`, if there is no folder `NAME`. It is renamed back to `NAME`.

@@ -51,7 +51,7 @@ class Interval(TypedDict, total=False):
 
 
 class Imported(TypedDict):
-    """What an import from GPT-NeoX records for a later export to the original files."""
+    """The facts from which an export restores the files of a checkpoint imported from GPT-NeoX."""
 
     shape: Shape
     schedule: dict[str, Any] | None
@@ -60,7 +60,7 @@ class Imported(TypedDict):
 
 @dataclass(frozen=True)
 class TrainingProgress:
-    """The counters of a run. A resumed run uses them to continue the order of the samples.
+    """The counters of a run, from which a resumed run continues the order of the samples.
 
     Attributes:
         step: The number of optimizer steps taken.
@@ -164,7 +164,7 @@ class Record(RunDescription):
 
 @dataclass(frozen=True)
 class _Versions:
-    """The entries that `kerple.json` has in every version of its format."""
+    """The entries that `kerple.json` contains in every version of the format."""
 
     format: NonNegativeInt = FORMAT
     version: str = ""

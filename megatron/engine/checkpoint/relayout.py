@@ -3,8 +3,8 @@
 DeepSpeed's converter writes one folder for each parameter, with the unsharded fp32 weight and
 optimizer moments. Every rank of the new layout reads its slices from these folders. The converter
 needs a list of the parameters for each way of sharding (see `conversion_info`). If the converter
-does not support the change from the old to the new layout, the run is refused before any file is
-converted.
+does not support the change from the old to the new layout, the run ends with an error before any
+file is converted.
 
 This module also works around three faults of DeepSpeed 0.19:
 

@@ -1,6 +1,6 @@
 """Load the checkpoint that a job starts from: its weights, or its full training state.
 
-`choose_start.py` decides which checkpoint that is.
+The module `choose_start.py` selects this checkpoint.
 """
 
 from __future__ import annotations

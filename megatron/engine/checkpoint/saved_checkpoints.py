@@ -1,11 +1,12 @@
-"""Find and read the checkpoints of a run folder. Each is an object of the class `Saved`.
+"""Find and read the checkpoints of a run folder. Each checkpoint is an object of class `Saved`.
 
     RUN/global_stepN/
         mp_rank_*.pt, layer_*.pt, *_optim_states.pt       DeepSpeed's files
         rng_rank_*.pt                                     random streams of dropout, one per rank
         kerple.json                                       the `Record`
 
-A folder may also hold published (GPT-NeoX) checkpoints, or checkpoints imported from them (`Kind`).
+A folder may also contain published (GPT-NeoX) checkpoints, or checkpoints that were imported from
+GPT-NeoX (see `Kind`).
 """
 
 import json
@@ -83,12 +84,12 @@ class Saved:
 
     @property
     def lineage(self) -> str:
-        """The id of the run that wrote the checkpoint, "" if the checkpoint names none."""
+        """The id of the run that wrote the checkpoint, or "" if the id is not recorded."""
         return "" if self.kind == "published" else self.record.lineage
 
     @cached_property
     def counters(self) -> tuple[int, dict[str, Any] | None]:
-        """The number of optimizer steps taken, and the recorded learning-rate schedule or None."""
+        """The number of optimizer steps taken, and the learning-rate schedule if it is recorded."""
         # Only published (GPT-NeoX) checkpoints and imports of them record a schedule. The schedule
         # is also None if its record is incomplete.
         if self.kind == "published":

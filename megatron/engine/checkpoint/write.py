@@ -1,6 +1,6 @@
-"""Write a checkpoint of a run, remove old ones, and set those of other runs aside.
+"""Write a checkpoint of a run, remove old checkpoints, and rename checkpoints of other runs.
 
-If the process is killed at any moment, the previous checkpoint stays usable (see `publish`).
+If the process is killed, the previous checkpoint is still usable (see `publish`).
 """
 
 import shutil
@@ -73,7 +73,7 @@ def removed_if_it_fails(saved: Saved) -> Iterator[None]:
 
     Raises:
         CheckpointError: The files could not be written.
-        FailedElsewhereError: Another rank has failed before, and has removed the files.
+        FailedElsewhereError: Another rank failed earlier, and has removed the files.
     """
     # An OSError or a RuntimeError of the block means that the files could not be written.
     try:
@@ -112,9 +112,10 @@ def complete(groups: Groups, saved: Saved, progress: TrainingProgress, to: Desti
 
 
 def set_aside_foreign(saved: Saved, lineage: str) -> None:
-    """Rename the folder of a checkpoint if another run wrote the checkpoint.
+    """Set the folder of a checkpoint aside: rename the folder if another run wrote the checkpoint.
 
     Args:
+        saved: The checkpoint.
         lineage: The id of this run.
     """
     if saved.path.exists() and _lineage(saved) != lineage:

@@ -1,1 +1,1 @@
-"""Join the processes of a job, compare their settings, end all of them if one fails, and exit."""
+"""Join the processes of a job, compare their settings, and end all processes if one fails."""

@@ -1,7 +1,7 @@
 """Check that all ranks of a job use the same configuration, text and folders.
 
-Each machine has its own copy of the configuration and of the text. If the copies differed and this
-module did not check them, the ranks would train different models, or on different samples.
+Each machine has its own copy of the configuration and of the text. If the copies differed and were
+not compared, the ranks would train different models, or train on different samples.
 """
 
 import socket
@@ -25,7 +25,7 @@ NFS caches a folder for 60 seconds by default (its option `acdirmax`).
 
 
 def settings_of(config: Config) -> dict[str, Any]:
-    """Return a dict from config key to value. Keys about data and logging are left out."""
+    """Return the settings of `config` as a dict, without the keys about data and logging."""
     return {
         name: value
         for section, values in config.sections()

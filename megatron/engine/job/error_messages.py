@@ -24,8 +24,8 @@ USER_ERRORS = (UserError, AttentionError, PositionalError, OSError)
 def user_errors() -> Iterator[None]:
     """Print an expected error of the `with` block, and exit with code 1, or 2 for a ConfigError.
 
-    These are the errors in `USER_ERRORS`, and errors about too little memory. Other errors pass
-    unchanged.
+    Expected errors are the errors in `USER_ERRORS` and errors about too little memory. Other errors
+    are raised unchanged.
 
     Raises:
         SystemExit: The block has raised an expected error.

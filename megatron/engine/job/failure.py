@@ -1,11 +1,11 @@
 """End all processes of a job when one rank fails, with one error message for each machine.
 
-A rank that fails writes its error into the job's key-value store (torch.distributed's `Store`, held
-by torchrun or rank 0) and ends. In every other process a thread reads the store. When it finds an
-error, it ends the process after GRACE seconds, even if the main thread is inside a collective.
-Without this thread, a collective could wait half an hour for the failed rank, and Python cannot
-interrupt a collective of NCCL. The thread also ends its process if another rank gives no sign of
-life (see `heartbeat`), or if the process's launcher was killed.
+A rank that fails writes its error into the job's key-value store (torch.distributed's `Store`,
+which torchrun or rank 0 serves) and ends. In every other process, a thread reads the store. When
+the thread finds an error, it ends the process after GRACE seconds, even if the main thread is
+inside a collective. Without this thread, a collective could wait half an hour for the failed rank,
+and Python cannot interrupt a collective of NCCL. The thread also ends its process if another rank
+sends no heartbeat (see `heartbeat`), or if the process's launcher was killed.
 
     key    value
     end    the first failure, {rank, host, text, code}
@@ -91,9 +91,9 @@ class Watch:
     Create the watch before the process joins the job.
 
     Args:
-        silence: The seconds without a sign of life after which a rank counts as lost.
-        exchange: A function of the job's key-value store, called regularly by the thread. It
-            returns whether the next call should follow sooner than usual.
+        silence: The seconds without a heartbeat after which a rank counts as lost.
+        exchange: A function of the job's key-value store. The thread calls the function regularly.
+            The function returns whether the next call should follow sooner than usual.
     """
 
     # Every POLL_INTERVAL seconds, the thread looks for a failure in the job's key-value store
@@ -140,7 +140,7 @@ class Watch:
         return not _received and self._exchange(store)
 
     def _end_soon(self) -> None:
-        """End this process after GRACE seconds, unless it ends by itself before."""
+        """End this process after GRACE seconds, unless the process has ended by itself."""
         first = _received[0]
         if not (self._over.wait(GRACE) or _ending.locked()):
             _print(first) if first["rank"] == _rank() else print_if_elsewhere(first)
@@ -150,13 +150,13 @@ class Watch:
 def end_process(
     text: str, *, lost: bool = False, code: int = 1, ends_all: bool = False
 ) -> NoReturn:
-    """Report an error to the other ranks and end this process. The other ranks then end too.
+    """Report an error to the other ranks and end this process. The other ranks then end, too.
 
     Args:
         text: The error message.
         lost: Whether the error is only a lost connection. Another process then reports the cause.
         code: The exit code of this process.
-        ends_all: Whether the other ranks end with `code` too; otherwise they end with 1.
+        ends_all: Whether the other ranks also exit with `code`. If false, they exit with 1.
     """
     _ending.acquire()
     failure = _local_failure(text, code if ends_all else 1)
@@ -279,6 +279,6 @@ def _print(failure: Failure) -> None:
 
 
 def print_if_elsewhere(failure: Failure) -> None:
-    """If `failure` happened on another machine, print it on one rank of this machine."""
+    """If `failure` happened on another machine, print `failure` on one rank of this machine."""
     if failure["host"] != socket.gethostname() and os.environ.get("LOCAL_RANK") == "0":
         _print(failure)

@@ -3,11 +3,11 @@
     key         value
     beat/RANK   "COUNT HOST"; each rank writes a new count every second
 
-If a rank's process is stopped or its machine is cut off, its count no longer changes. If the link
-to the store's machine is cut, the store no longer answers. Each rank calls its `Hearing.tick` at
-regular intervals. The silence of another rank is measured in calls of `tick`: the number of calls
-since the other rank's count last changed. So no rank compares the clocks of two machines, and time
-during which the whole job is suspended does not count as silence.
+If a rank's process is stopped or the network of its machine fails, the rank's count no longer
+changes. If the connection to the store's machine fails, the store no longer answers. Each rank
+calls its `Hearing.tick` at regular intervals. The silence of another rank is the number of these
+calls since the other rank's count last changed. So no rank compares the clocks of two machines.
+Time during which the whole job is suspended does not count as silence.
 """
 
 import os
@@ -88,8 +88,9 @@ class Hearing:
         Args:
             bound: The seconds of silence after which a rank counts as lost.
             interval: The usual number of seconds between two heartbeats.
-            exchange: A function of the job's key-value store, called after each heartbeat. It
-                returns whether the next heartbeat should follow sooner than usual.
+            exchange: A function of the job's key-value store. The thread calls the function after
+                each heartbeat. The function returns whether the next heartbeat should follow sooner
+                than usual.
         """
         self.answered = False
         self.refused_for = 0.0

@@ -1,4 +1,4 @@
-"""Describe the process that holds a lease, and find out whether that process is alive."""
+"""Describe the process that holds the lease of a run folder, and check if that process is alive."""
 
 import os
 import socket
@@ -56,7 +56,7 @@ def parsed(content: str) -> Holder | None:
 
 
 def who(content: str) -> str:
-    """Return a text that names a lease's holder, for messages.
+    """Return a text that says who holds a lease, for messages.
 
     Args:
         content: The content of the lease.
@@ -85,7 +85,7 @@ def is_alive(content: str) -> bool | None:
 
 
 def _machine() -> str | None:
-    """Return a text that identifies this container and the last boot, or None without `/proc`."""
+    """Return a text that identifies this container and its last boot, or None without `/proc`."""
     try:
         boot = (PROC / "sys/kernel/random/boot_id").read_text().strip()
         return f"{socket.gethostname()} {boot} {os.readlink(PROC / 'self/ns/pid')}"

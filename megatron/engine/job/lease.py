@@ -11,10 +11,10 @@ dead by mistake, for example while its machine is suspended. Before each write, 
 checks that its lease still exists. If the lease is gone, the holder writes nothing.
 
 A lease also names its folder. If somebody copies the folder of a running job, the lease in the copy
-names the original folder, so the job does not hold the copy.
+names the original folder, so the lease does not reserve the copy.
 
-A process can hand its lease to a process that it starts (`handed`). The new process replaces the
-lease by its own, so that no other process can take the folder in between.
+A process can hand its lease to a process that it starts (`handed`). The new process replaces this
+lease by a lease of its own. No other process can reserve the folder in between.
 """
 
 import json
@@ -49,7 +49,7 @@ Confirm = Callable[[], None]
 
 
 def unleased() -> None:
-    """Do nothing, as the check of a folder that needs no lease."""
+    """Do nothing: a folder that needs no lease uses this function instead of a check."""
     # This is a `Confirm` function.
 
 
@@ -57,8 +57,8 @@ def unleased() -> None:
 def sole_writer(folder: Path, key: str = "save") -> Iterator[Confirm]:
     """Reserve `folder` for this process during the `with` block.
 
-    The block gets a function that raises CheckpointError if this process has lost the reservation.
-    Call that function before each change of a file that another run may need.
+    The context manager yields a function that raises CheckpointError if this process has lost the
+    reservation. Call that function before each change of a file that another run may need.
 
     Args:
         folder: The folder; it is created if it does not exist.
@@ -223,13 +223,13 @@ def _wait_for_end(path: Path, content: str, key: str, deadline: float) -> None:
 
 
 def leases(folder: Path) -> dict[Path, str]:
-    """Return a dict from the path of each lease in `folder` (it may be missing) to its content."""
+    """Return a dict from the path to the content of each lease in `folder`, which may not exist."""
     paths = [each for each in folder.glob(".lease-*") if re.fullmatch(r"\.lease-[0-9]+", each.name)]
     return {path: found[0] for path in paths if (found := _read(path))}
 
 
 def _read(path: Path) -> tuple[str, float] | None:
-    """Return a lease's content and the time of its last heartbeat, or None without a file.
+    """Return (content of a lease, time of the last heartbeat), or None if there is no lease file.
 
     Raises:
         OSError: The file cannot be read, or is not a lease.
@@ -253,10 +253,11 @@ def _place(folder: Path) -> tuple[str, int, int] | None:
 
 
 def _names_another(content: str, folder: Path) -> bool:
-    """Return whether the lease `content` records another folder, so that it was copied.
+    """Return whether a lease names a folder other than `folder`, so that the lease is a copy.
 
     Args:
         content: The content of the lease.
+        folder: The folder that contains the lease.
     """
     # A process of this machine has written the lease.
     holder, place = parsed(content), _place(folder)

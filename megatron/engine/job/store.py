@@ -1,8 +1,8 @@
-"""Open new connections to the job's key-value store, which torchrun or rank 0 holds.
+"""Open new connections to the job's key-value store, which torchrun or rank 0 serves.
 
 torch's own connection cannot be used during a collective, because another thread may be blocked on
-that connection. If the store does not answer, every operation on it blocks for ever, even if a
-time-out is set. So use a connection only in a separate thread, and never wait for that thread
+that connection. If the store does not answer, every operation on the store blocks for ever, even if
+a time-out is set. So use a connection only in a separate thread, and never wait for that thread
 without a time limit.
 """
 
@@ -25,12 +25,12 @@ def connect(patience: float = 0.0, opens: bool = False) -> Store:
 
     Args:
         patience: The seconds during which a failed connection is tried again.
-        opens: Whether this process holds the store, which this call then creates.
+        opens: Whether this process serves the store. If true, this call creates the store.
 
     Raises:
-        ConnectionRefusedError: No process holds the store.
+        ConnectionRefusedError: No process serves the store.
         OSError: The machine of the store cannot be reached.
-        RuntimeError: The connection was opened and lost again.
+        RuntimeError: The connection was opened, and then lost.
     """
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     until = time.monotonic() + patience

@@ -1,7 +1,7 @@
 """Read the step and the learning-rate schedule of a published (GPT-NeoX) checkpoint.
 
-Both are in the file `mp_rank_00_model_states.pt`. It is no error if this file is missing. A value
-of an unexpected type is treated as missing.
+The file `mp_rank_00_model_states.pt` contains the step and the schedule. A missing file is no
+error. A value of an unexpected type is treated as missing.
 """
 
 import re
@@ -13,12 +13,13 @@ from megatron.engine.safe_load import safe_load
 
 
 def client_state(checkpoint: Path) -> dict[str, Any]:
-    """Return the content of the checkpoint's file of counters, or {} if there is no such file.
+    """Return the client state of a checkpoint: the content of its `mp_rank_00_model_states.pt`.
+
+    The result is {} if the checkpoint has no such file.
 
     Raises:
         CheckpointError: The file cannot be read, or it contains more than tensors and plain values.
     """
-    # The file is `mp_rank_00_model_states.pt`.
     path = checkpoint / "mp_rank_00_model_states.pt"
     return load_mapping(path) if path.is_file() else {}
 
@@ -52,7 +53,7 @@ def schedule_of(client: dict[str, Any]) -> dict[str, Any] | None:
     """Return the recorded learning-rate schedule, or None if it is missing or incomplete.
 
     Args:
-        client: The content of the checkpoint's file of counters.
+        client: The content of the checkpoint's file `mp_rank_00_model_states.pt`.
     """
     # The result is an argument for `AnnealingLR.load_state_dict`; `client` comes from
     # `client_state`.
@@ -67,7 +68,8 @@ def step_of(client: dict[str, Any], checkpoint: Path) -> int:
     """Return the number of optimizer steps that the checkpoint records.
 
     Args:
-        client: The content of the checkpoint's file of counters.
+        client: The content of the checkpoint's file `mp_rank_00_model_states.pt`.
+        checkpoint: The checkpoint's folder, `global_stepN`.
     """
     # Without a record, the number in the name of the folder counts, or 0 if there is none.
     named = re.fullmatch(r"global_step(\d+)", checkpoint.name)

@@ -18,7 +18,8 @@ merged by one of these rules:
     replicated  the same in every shard
     summed      added up: row-parallel biases with `gpt_j_residual` (every rank adds its own bias)
 
-Since 2024, gpt-neox gives some tensors other names, and has additional tensors (`neox/shape.py`).
+Versions of gpt-neox since 2024 use other names for some tensors, and store additional tensors (see
+`neox/shape.py`).
 
 Legend: L layers, N tensor-parallel ranks, H heads. (In `theta_HN`, N counts parameters per head.)
 """
@@ -84,7 +85,7 @@ def merge(shards: Sequence[Tensor], how: str) -> Tensor:
 
     Args:
         shards: The shards, by rank.
-        how: The rule for merging, a result of `Shape.rule`.
+        how: The rule for merging, such as "rows".
 
     Raises:
         ValueError: The shards' shapes do not fit, or shards that must be equal differ.
@@ -114,10 +115,10 @@ def merge(shards: Sequence[Tensor], how: str) -> Tensor:
 
 
 def split(tensor: Tensor, how: str, count: int, *, name: str = "tensor") -> list[Tensor]:
-    """Split a tensor into `count` tensor-parallel shards. The inverse of `merge`.
+    """Split a tensor into `count` tensor-parallel shards. This function is the inverse of `merge`.
 
     Args:
-        how: The rule by which the shards can be merged again, a result of `Shape.rule`.
+        how: The rule by which the shards can be merged again, such as "rows".
         name: The tensor's name in error messages.
 
     Raises:
@@ -213,7 +214,7 @@ def theta_from_columns(columns: dict[str, Tensor]) -> tuple[Tensor, list[str]]:
 
     Args:
         columns: The tensors of the positional embedding in one transformer block, by GPT-NeoX's
-            names. Each tensor holds all heads.
+            names. Each tensor contains all heads.
     """
     # This function is the inverse of `theta_columns`. The names are GPT-NeoX's.
     if RPE + TABLE in columns:

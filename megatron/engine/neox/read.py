@@ -6,7 +6,8 @@
     SRC/global_stepN/configs/*.yml                      the configuration of the training run
 
 Weights and counters are read. The optimizer's state is not read: it is one flat tensor, and only
-GPT-NeoX defines the order of its elements. `safe_load` opens the files, so they cannot run code.
+GPT-NeoX defines the order of its elements. `safe_load` opens the files, so code in the files does
+not run.
 
 Legend: L layers, N tensor-parallel ranks.
 """
@@ -44,7 +45,7 @@ class Published:
         schedule: The recorded learning-rate schedule; None if missing.
         args: The recorded configuration values that are integers or strings.
         problems: One line for each file or tensor that is missing, unknown or inconsistent. The
-            weights are complete only if there is no line.
+            weights are complete only if this list is empty.
         notes: Lines that are printed for the user.
     """
 
@@ -64,8 +65,8 @@ class Published:
 def read(checkpoint: Path, *, summed_biases: bool = False) -> Published:
     """Read a published (GPT-NeoX) checkpoint, and merge the tensor-parallel shards of its tensors.
 
-    A tensor that is missing, unknown or inconsistent raises no error. It adds a line to
-    `Published.problems` instead, and some weights are then missing.
+    A tensor that is missing, unknown or inconsistent raises no error. Instead, a line is added to
+    `Published.problems`, and some weights are missing in the result.
 
     Args:
         summed_biases: Whether the model was trained with GPT-NeoX's `gpt_j_residual`. The shards of

@@ -104,7 +104,7 @@ class Shape:
         return torch.cat([part.flatten(0, 1) for part in grouped.split(sizes, dim=1)])
 
     def _key_heads(self, rows: int) -> int:
-        """Return the number of key heads in `rows` rows of the weight of query, key and value."""
+        """Return the number of key heads in `rows` rows of the weight of the QKV projection."""
         width = (self.group + 2) * self.head_size
         if not width or rows % width:
             raise CheckpointError(
@@ -114,14 +114,14 @@ class Shape:
         return rows // width
 
     def file_name(self, name: str) -> str:
-        """Convert a tensor's name in the published KERPLE code to its name in the model's files."""
+        """Return the name that the checkpoint files use for the tensor `name` of KERPLE's code."""
         for old, new in _SINCE_2024.items():
             name = name.replace(old, new) if self.head else name
         return name
 
 
 def published_name(name: str) -> str:
-    """Convert a tensor's name in gpt-neox since 2024 to its name in the published KERPLE code."""
+    """Return the name that the published KERPLE code uses for a tensor of gpt-neox since 2024."""
     # A name of the published code is returned unchanged.
     for old, new in _SINCE_2024.items():
         name = name.replace(new, old)

@@ -1,7 +1,7 @@
 """Log a run to the console, to files, TensorBoard and wandb, from the main rank only.
 
-`log.txt` has every line of the console with its time, of all starts of the run. If stdout is a
-file, too, its lines also have their time.
+`log.txt` contains all lines of the console, from all starts of the run. Each line of `log.txt`
+begins with the time. Lines on stdout begin with the time only if stdout is a file.
 
 `metrics.jsonl` has one JSON object per line: `{"step": 100, "time": "2026-11-24T06:01:37+00:00",
 "elapsed_seconds": 61.2, "loss": 1.52, ...}`. The seconds count from the start of this job. Each
@@ -9,9 +9,9 @@ line is flushed at once, so that a killed process loses no line that it has logg
 and no infinity, so the file contains `null` for both. The console and the sinks (TensorBoard and
 wandb, see `sinks`) show NaN and infinity.
 
-A resumed run appends to the file. It first removes an incomplete last line, and the rows of steps
-after the checkpoint from which it resumes, so that each step occurs once. A run that starts at step
-0 in a used folder renames the old file to `metrics.jsonl.previous`.
+A resumed run appends to `metrics.jsonl`. Before that, the run removes an incomplete last line, and
+the rows of steps after the checkpoint from which the run resumes. So each step occurs once. A run
+that starts at step 0 in a used folder renames the old file to `metrics.jsonl.previous`.
 
 On a terminal, a progress line below the other lines is rewritten after each step.
 """
@@ -49,7 +49,7 @@ class RunLog(AbstractContextManager):
         settings: The config section that turns wandb and TensorBoard on.
         is_main: Whether this process is the main rank.
         config: The resolved flat configuration, which TensorBoard and wandb show with the run.
-        card: The run in words, which TensorBoard and wandb show with it.
+        card: A description of the run in words, which TensorBoard and wandb show with the run.
         append: Whether to continue an existing `metrics.jsonl` and its wandb run.
         last_step: The step from which a run with `append` resumes. Rows of later steps are removed
             from `metrics.jsonl`. None removes no rows.
@@ -113,11 +113,11 @@ class RunLog(AbstractContextManager):
     def line(self, text: str, *shorter: str) -> None:
         """Print one line on stdout and append it to `log.txt`.
 
-        A terminal on which `text` would wrap shows the first of `shorter` that fits, or the last.
-        If stdout is a file on a full disk, the line is lost. The same holds for `log.txt`. If
-        stdout is `log.txt` itself, as in a cell of a sweep, the line is there once.
+        If `text` is too wide for the terminal, the terminal shows the first text of `shorter` that
+        fits, or the last one. If the disk of stdout or of `log.txt` is full, the line is missing
+        there. If stdout is redirected to `log.txt`, the line is written only once.
         """
-        # If stdout is itself redirected to `log.txt`, as in a sweep, the line is written only once.
+        # Stdout is redirected to `log.txt` in a cell of a sweep.
         if not self.is_main:
             return
         timed, file = f"{now()} {text}", _file_of(sys.stdout)
@@ -139,9 +139,13 @@ class RunLog(AbstractContextManager):
                     kept.write(f"{timed}\n".encode())
 
     def progress(self, step: int, steps: int, text: str) -> None:
-        """Rewrite the progress line: `step` of `steps`, and a text about the training.
+        """Rewrite the progress line, which shows `step`, `steps` and `text`.
 
         Nothing is printed if stdout is not a terminal.
+
+        Args:
+            steps: The number of steps of the run.
+            text: A text about the training, such as the loss.
         """
         if not self.is_main or not sys.stdout.isatty():
             return
@@ -159,8 +163,8 @@ class RunLog(AbstractContextManager):
 
         Args:
             values: Maps each metric's name to a number, a 0-d tensor, or a nested list of these.
-            texts: A line to print on the console, and shorter ones for narrow terminals (see
-                `line`). Without texts, nothing is printed.
+            texts: A line to print on the console, then shorter lines for narrow terminals. Without
+                texts, nothing is printed.
         """
         if not self.is_main:
             return
@@ -178,7 +182,7 @@ class RunLog(AbstractContextManager):
             self._send("picture", step, path)
 
     def _send(self, method: str, *arguments: Any) -> None:
-        """Call a method of TensorBoard and wandb, if they are in use."""
+        """Call the method `method` of TensorBoard and of wandb, if they are in use."""
         # A sink that cannot write its files is not used any more.
         for sink in list(self._sinks):
             try:
@@ -198,7 +202,7 @@ class RunLog(AbstractContextManager):
             sink.restart(step, rows)
 
     def go_back(self, step: int, *, validates_again: bool = False) -> None:
-        """Remove the rows of steps after `step`, because the run continues from `step`.
+        """Remove the metrics of steps after `step`, because the run continues from `step`.
 
         Args:
             validates_again: Whether to remove the row with the validation loss of `step`, too.

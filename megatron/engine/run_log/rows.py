@@ -88,7 +88,7 @@ def keep_complete_rows(path: Path, last_step: int, validated_again: int | None =
 
 
 def is_kept(text: str, last_step: int, validated_again: int | None) -> bool:
-    """Return whether a line of metrics stays when the run resumes after `last_step`."""
+    """Return whether a line of metrics is kept when the run resumes from `last_step`."""
     row = metrics_row(text) if text.endswith("\n") else None
     if row is None or any(name.startswith("final/") for name in row):  # measured again at the end
         return False

@@ -1,19 +1,20 @@
 """Send a run's metrics and pictures to TensorBoard and to Weights & Biases.
 
-Both packages are imported only if the config asks for them. Only the main rank has sinks.
+The packages wandb and tensorboard are imported only if the config selects them. Only the main rank
+sends metrics.
 
-wandb: the file `wandb_id` beside the metrics records the id of an online wandb run, and a resumed
-run continues the wandb run with this id. In offline mode each start is a new wandb run, because two
-offline folders with one id overwrite each other when they are uploaded. `step` is logged as a
-metric, because a resumed run may go back to an earlier step, and wandb's internal step counter
-cannot go back.
+wandb: the file `wandb_id` beside the metrics records the id of an online wandb run. A resumed run
+continues the wandb run with this id. In offline mode, each start is a new wandb run: if two offline
+folders had the same id, the second upload would overwrite the first. `step` is logged as a metric.
+A resumed run may go back to an earlier step, but wandb's internal step counter cannot go back. The
+metrics have GPT-NeoX's names. Results after training are shown in the run's summary, not in charts.
 
-Both show the loss first. TensorBoard sorts its charts by name, so they have the numbers of `ORDER`.
-wandb has GPT-NeoX's names, and the results after training in the run's summary, not in charts.
+TensorBoard: charts are sorted by name, so the names begin with the numbers of `ORDER`. Each start
+of a run writes one more event file into the same folder. The first event of the new file has a
+`purge_step`: TensorBoard hides the events of this step and of later steps in the older files. So
+each step occurs once.
 
-TensorBoard: each start of a run writes one more event file into the same folder. The first event of
-the new file has a `purge_step`: TensorBoard hides the events of this and later steps in the older
-files. So each step occurs once.
+wandb and TensorBoard show the loss first.
 """
 
 import os
@@ -118,7 +119,7 @@ class Wandb:
         folder: The folder for wandb's files; None is wandb's default folder.
         settings: The config section with `wandb_project`, `wandb_team` and so on.
         config: The resolved flat configuration, which wandb shows with the run.
-        card: The run in words, which wandb shows as its notes.
+        card: A description of the run in words, which wandb shows as the run's notes.
         append: Whether to continue the online run that `folder` records.
 
     Raises:
@@ -169,7 +170,7 @@ class Wandb:
         self.about = _location(self._run)
 
     def restart(self, purge_step: int | None, rows: Iterable[Row]) -> None:
-        """Do nothing: `step` is a metric of wandb, which may go back."""
+        """Do nothing: wandb gets `step` as a metric, and a metric may go back to a lower value."""
 
     def log(self, row: Row) -> None:
         found = dict(pair for name in row for pair in flat(NEOX.get(name, name), row[name]))

@@ -4,14 +4,15 @@ A step is bad if its loss or the norm of its gradient is not finite, or if its l
 `loss_spike_threshold` nats above the average loss of the earlier good steps. In this average, each
 step has 0.9 times the weight of the next step.
 
-DeepSpeed drops an update itself if the gradient is not finite, and the host then knows this at
-once. In other cases, the norm of a gradient on a GPU is read only with the log lines and before
-checkpoints, so that the host need not wait for the GPU in each step.
+If DeepSpeed itself skips an update because the gradient is not finite, the host learns this in the
+same step. Otherwise, with `on_bad_loss: stop` and no `loss_spike_threshold`, the norm of a gradient
+on a GPU is read only for log lines and before checkpoints. So the host does not wait for the GPU in
+each step.
 
-A skipped step changes no weights, no moments and no learning rate. Only the step counter advances.
-To skip a step, the loss of its last micro-batch is multiplied by NaN. DeepSpeed then finds on every
-rank, in every ZeRO stage, that the gradient is not finite, and skips the update as it does after an
-fp16 overflow.
+A skipped step does not change the weights, the moments or the learning rate. Only the step counter
+advances. To skip a step, this module multiplies the loss of the last micro-batch by NaN. DeepSpeed
+then finds on every rank, in every ZeRO stage, that the gradient is not finite. Therefore, DeepSpeed
+skips the update, as after an fp16 overflow.
 """
 
 import math
@@ -37,10 +38,10 @@ MOST_SKIPPED = 10
 
 
 class LossGuard(Hook):
-    """Checks the loss and the gradient of each step, and can skip the update of a bad step.
+    """A hook that checks the loss and the gradient of each step, and can skip bad updates.
 
-    A step is bad if its loss or gradient is not finite. It is also bad if its loss is far above the
-    average of the good steps.
+    A step is bad if its loss or its gradient is not finite. A step is also bad if its loss is far
+    above the average loss of the good steps.
 
     Args:
         training: The config section with `on_bad_loss` and `loss_spike_threshold`. Bad steps are
@@ -81,7 +82,7 @@ class LossGuard(Hook):
         return loss * math.nan if self._problem(self._mean) else loss
 
     def after_step(self, step: Step) -> None:
-        """Check whether the step was bad. If its update was skipped, log this.
+        """Check whether the step was bad. If the update was skipped, write a log line.
 
         Raises:
             BadLossError: The step was bad, and the run does not skip bad steps.
@@ -135,8 +136,7 @@ class LossGuard(Hook):
         return problem
 
     def state(self) -> dict[str, Any]:
-        """Return the average loss for the checkpoint, as {"average_loss": value}."""
-        # The result is {} if there is no average yet.
+        """Return the average loss as {"average_loss": value}; {} if there is no average yet."""
         return {} if self._average is None else {"average_loss": self._average}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
@@ -158,7 +158,7 @@ class LossGuard(Hook):
 
 @contextmanager
 def explained_overflow(engine: deepspeed.DeepSpeedEngine, step: int) -> Iterator[None]:
-    """Raise an error if fp16 gradients overflow although the loss scale is at its minimum.
+    """Raise an error with an explanation if fp16 gradients overflow at the minimum loss scale.
 
     The `with` block must contain one training step.
 

@@ -12,7 +12,7 @@ from megatron.parallel.loss import UNCOUNTED, inputs_and_targets
 
 @dataclass(frozen=True)
 class Counting:
-    """The rules that say which targets count in the loss, and how their losses are averaged.
+    """The rules for counting targets in the loss, and for averaging the losses of the targets.
 
     Attributes:
         uncounted_after: The id of a token. Targets directly after this token do not count in the
@@ -27,7 +27,7 @@ class Counting:
     per_token: bool = False
 
     def pair(self, tokens_BS: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return (inputs, targets) of sequences.
+        """Return the pair (inputs, targets) of sequences.
 
         Args:
             tokens_BS: B sequences with S tokens each, [B, S].
@@ -41,9 +41,10 @@ class Counting:
         return inputs, targets
 
     def divisor(self, arrays: Sequence[np.ndarray], groups: Groups) -> torch.Tensor:
-        """Return the number of targets that count in the loss, per micro-batch.
+        """Return the divisor of a micro-batch's sum of losses, if all targets have equal weight.
 
-        The result is the average over the micro-batches of all ranks.
+        The divisor is the number of targets that count in the loss, averaged over the micro-batches
+        of all ranks.
 
         Args:
             arrays: This rank's micro-batches of one step.
@@ -66,10 +67,9 @@ def next_batches(
 
     Args:
         batches: This rank's micro-batches of B sequences with T targets each, int64 [B, T + 1].
-        counting: The rules for averaging the losses.
+        counting: The rules for averaging the losses. The divisor is the number by which the sum of
+            a micro-batch's losses is divided. It is None if `counting.per_token` is false.
     """
-    # The divisor is the number by which `mean_loss` divides the sum of the losses. It is None if
-    # `counting.per_token` is false.
     arrays: Iterable[np.ndarray] = (next(batches) for _ in range(count))
     divisor = None
     if counting.per_token:
@@ -80,9 +80,10 @@ def next_batches(
 
 
 def cut(batches: Iterator[np.ndarray], length: int) -> Iterator[np.ndarray]:
-    """Yield each micro-batch [B, S], cut into sequences of L inputs: [B (S - 1) / L, L + 1].
+    """Cut each micro-batch [B, S] into sequences of L inputs, and yield [B (S - 1) / L, L + 1].
 
-    L is `length`. All targets stay: a sequence begins with the last target of the one before.
+    L is `length`. No target is lost: each sequence begins with the last target of the previous
+    sequence.
     """
     for tokens_BS in batches:
         if tokens_BS.shape[1] > length + 1:

@@ -2,7 +2,7 @@
 
 Two modes of `torch.compile` use CUDA graphs. A CUDA graph records the GPU's work in a forward or
 backward pass, and repeats this work with one launch. The graph writes its results (gradients, too)
-into its own memory, and each launch overwrites the results of the launch before.
+into its own memory. Each launch overwrites the results of the previous launch.
 """
 
 import torch
@@ -30,7 +30,7 @@ class Compilations:
     """Counts the graphs that `torch.compile` makes in this process.
 
     Args:
-        asked: Whether the model is compiled; otherwise there is nothing to count.
+        asked: Whether the model is compiled. If false, no graphs are counted.
     """
 
     def __init__(self, asked: bool):

@@ -42,7 +42,7 @@ def job_engine(
 
 
 def optimizer_of(config: Config) -> tuple[str, str]:
-    """Return the kind of optimizer that the config selects, and a remark for the log."""
+    """Return (kind of optimizer that the config selects, remark for the log)."""
     c = config
     return optimizer_kind(c.optimizer.type, c.training.precision, c.parallel.zero_stage)
 
@@ -150,10 +150,11 @@ def build_engine(
 
 
 def mpu_of(groups: Groups) -> SimpleNamespace:
-    """Return the "model parallel unit" of a DeepSpeed engine, which answers with ranks and groups.
+    """Return the "model parallel unit" (mpu) of a DeepSpeed engine.
 
-    DeepSpeed defines the method names. "Model parallel" and "tensor model parallel" mean tensor
-    parallel here. "Data parallel" means the group `replicas` of `Groups`.
+    The methods of the unit return ranks and process groups. DeepSpeed defines the method names. In
+    these names, "model parallel" and "tensor model parallel" mean tensor parallel. "Data parallel"
+    means the group `replicas` of `Groups`.
     """
     tensor = groups.model.rank, groups.model.size, groups.model.group
     data = groups.replica_rank, groups.replica_size, groups.replicas

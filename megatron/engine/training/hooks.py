@@ -4,9 +4,9 @@
     for each step:      before_step(number), take the step, after_step(step)
     close all hooks, also after an error
 
-The loop has a list of hooks. After a step, it calls them in the order of the list; before a step,
-it calls them in the reverse order. Each hook saves and restores its own state. A checkpoint holds
-the states of all hooks in one dict.
+The training loop has a list of hooks. After a step, the loop calls the hooks in the order of the
+list. Before a step, the loop calls the hooks in the reverse order. Each hook saves and restores its
+own state. A checkpoint contains the states of all hooks in one dict.
 """
 
 from collections.abc import Iterable, Mapping
@@ -30,7 +30,7 @@ class Step:
         consumed_samples: The number of samples that the run has read, this step included.
         batch_size: The number of samples in a step, of all ranks.
         last: Whether this is the last step of the run.
-        leaves: Whether the job ends early, after this step. A hook may set this.
+        leaves: Whether the job ends early, after this step. A hook may set `leaves`.
         logs: Whether a log line is written after this step.
         validates: Whether a validation follows this step.
         saves: Whether a checkpoint is written after this step.
@@ -62,7 +62,7 @@ class Step:
 
 
 class Hook(AbstractContextManager):
-    """The base class of hooks. Its methods do nothing, so a hook defines only those that it needs.
+    """The base class of hooks. Its methods do nothing. A hook defines only the methods it needs.
 
     Every rank has the same hooks, so a hook may call collectives.
     """
@@ -71,7 +71,7 @@ class Hook(AbstractContextManager):
         """Prepare for the steps after `step`."""
 
     def before_step(self, number: int) -> None:
-        """Called before step `number`. If this method raises an error, the run ends."""
+        """Prepare for step `number`. If this method raises an error, the run ends."""
 
     def changed_loss(self, loss: torch.Tensor, mean: torch.Tensor) -> torch.Tensor:
         """Return the loss that replaces `loss` in the backward pass.
@@ -84,7 +84,7 @@ class Hook(AbstractContextManager):
         return loss
 
     def after_step(self, step: Step) -> None:
-        """Called after each step."""
+        """Process the step that was just taken."""
 
     def state(self) -> Mapping[str, Any]:
         """Return this hook's state for a checkpoint, as JSON values by names.

@@ -120,7 +120,8 @@ class TrainingLoop:
                 loss, its gradient or a weight is not finite, or if its loss is a spike. No
                 checkpoint is written then.
             DivergedError: Too many steps in a row were skipped.
-            Leave: The job must end during a validation that an earlier job left to this one.
+            Leave: The job must end while it repeats a validation that an earlier job did not
+                complete.
         """
         # The last step is `train_iters`, or a step that is a multiple of `exit_interval`, or the
         # step after which `preemption` ends the job.

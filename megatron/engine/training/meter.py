@@ -41,7 +41,7 @@ class Meter:
         self.steps += 1
 
     def time(self, seconds: float) -> None:
-        """Count the time of one more step. A step whose update is skipped takes time, too."""
+        """Add the time of one more step. The time of a skipped step counts, too."""
         self._seconds += seconds
         self.timed += 1
 

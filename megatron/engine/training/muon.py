@@ -9,10 +9,10 @@ AdamW trains the embeddings, the output layer, norms and biases. The factor 0.2 
 update of a matrix to the size of an AdamW update (arXiv 2502.16982), so Muon and AdamW use the same
 learning rate and weight decay. The formulas are those of `torch.optim.Muon` with
 `adjust_lr_fn="match_rms_adamw"`. Unlike torch's class, `MuonWithAdamW` accepts ZeRO's slices. On a
-CPU it computes in fp32, because bf16 products are many times slower on most CPUs.
+CPU, Muon computes in fp32, because bf16 products are many times slower on most CPUs.
 
-Queries, keys and values are one matrix in the model, as are gate and value of a gated MLP. Muon
-makes each of them orthogonal by itself, unless `split_fused` is false.
+The model fuses the matrices of queries, keys and values into one matrix. A gated MLP fuses gate and
+value. Muon makes each fused part orthogonal by itself, unless `split_fused` is false.
 
 Muon needs the whole momentum matrix to compute an update, because it makes this matrix orthogonal.
 But ZeRO-1 concatenates all matrices and gives each data-parallel rank one flat slice, which may
@@ -41,13 +41,12 @@ def orthogonal(matrix: Tensor) -> Tensor:
     """Return roughly U V^T for a matrix with the singular value decomposition U S V^T.
 
     The singular values of the result lie between 0.5 and 1.5. The result has the dtype of the
-    matrix. It is computed by five Newton-Schulz iterations
+    matrix. Five Newton-Schulz iterations compute the result:
 
-        X <- a X + b (X X^T) X + c (X X^T)^2 X,
+        X <- a X + b (X X^T) X + c (X X^T)^2 X
 
-    which start from X = matrix / (norm of the matrix).
-
-    The constants a, b and c are those of Jordan et al. (kellerjordan.github.io/posts/muon).
+    The first iteration starts from X = matrix / (norm of the matrix). The constants a, b and c are
+    those of Jordan et al. (kellerjordan.github.io/posts/muon).
     """
     if matrix.shape[0] > matrix.shape[1]:
         return orthogonal(matrix.T).T
@@ -68,8 +67,8 @@ class MuonWithAdamW(torch.optim.Optimizer):
         betas: AdamW's betas.
         eps: AdamW's epsilon.
         momentum: Muon's momentum.
-        split_fused: Whether fused matrices, such as queries, keys and values, are made orthogonal
-            one by one.
+        split_fused: Whether the parts of a fused matrix, such as queries, keys and values, are made
+            orthogonal one by one.
         ranks: The process groups of the job.
     """
 
@@ -119,7 +118,7 @@ class MuonWithAdamW(torch.optim.Optimizer):
         """Update a matrix or, under ZeRO, a flat slice of the group's matrices.
 
         Args:
-            index: The number of the matrix in the group. A slice does not need it.
+            index: The number of the matrix in the group. It is ignored for a slice.
         """
         state = self.state[parameter]
         if "momentum_buffer" not in state:

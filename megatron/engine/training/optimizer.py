@@ -46,8 +46,8 @@ def parameter_groups(model: nn.Module, section: OptimizerConfig) -> list[dict[st
     """Divide the trained parameters into groups for the optimizer.
 
     Returns:
-        The groups, each {"params", "weight_decay", "name"}. A group may have its own learning rate
-        or its own optimizer Muon.
+        The groups, each {"params", "weight_decay", "name"}. A group may have a learning rate of its
+        own. Muon may train a group.
     """
     # The first group has weight decay, and the second has none. If theta (the positional
     # embedding's learned parameters) has its own learning rate, a third group with the entry

@@ -3,7 +3,7 @@
 The config keys are GPT-NeoX's. `profile` and `memory_profiling` turn profiling on, for the steps
 `profile_step_start` to `profile_step_stop`. The profile includes the logging and saving between
 these steps. The files are written into the run folder after the last of these steps, or at the end
-of training if that comes first.
+of training if training ends earlier.
 """
 
 from pathlib import Path
@@ -41,8 +41,7 @@ class StepProfiler(Hook):
             self._records = False
 
     def before_step(self, number: int) -> None:
-        """Begin or end the profile, if it begins or ends before this step."""
-        # The profile begins before the first profiled step, and ends after the last one.
+        """Begin the profile before the first profiled step; end it after the last profiled step."""
         self._step = number
         if self._step == self._first:
             self._begin()

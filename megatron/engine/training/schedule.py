@@ -9,12 +9,12 @@ E = lr_decay_iters, n = min(step, E - W) and m = n - W:
     exponential           start * exp(-0.693 m / E)
     constant              start
 
-After the warm-up, the learning rate is at least min_lr. With the styles above, it is constant from
-step E - W on. Because m / E is at most 1 - 2 W / E, the cosine ends slightly above zero. The
-released KERPLE checkpoints were trained with this cosine.
+After the warm-up, the learning rate is at least min_lr. With the styles above, the learning rate is
+constant from step E - W on. Because m / E is at most 1 - 2 W / E, the cosine ends slightly above
+zero. The released KERPLE checkpoints were trained with this cosine.
 
-With `wsd` (warm-up, stable, decay; arXiv 2404.06395), the learning rate is start until step
-(1 - R) E, with R = wsd_decay_ratio. Then it decays to min_lr, which it reaches at step E:
+With `wsd` (warm-up, stable, decay; arXiv 2404.06395), the learning rate equals start until step
+(1 - R) E, with R = wsd_decay_ratio. Then the learning rate decays, and reaches min_lr at step E:
 
     wsd                   min_lr + (start - min_lr) c(r) with r = 1 - (E - step) / (R E)
 
@@ -50,7 +50,7 @@ class Schedule:
 
     Attributes:
         start_lr: The learning rate at the end of the warm-up.
-        end_iter: The config's `lr_decay_iters`, from which the last step of the decay is computed.
+        end_iter: The config's `lr_decay_iters`, which determines the last step of the decay.
         warmup_iter: The number of warm-up steps, which may be fractional, such as 1.5.
         decay_style: The curve after the warm-up, such as `cosine`.
         min_lr: The minimum learning rate after the warm-up.

@@ -1,15 +1,16 @@
 """Count the floating-point operations of training, and compare them with the device's peak rate.
 
-The forward and backward pass of one token cost, as in appendix B of PaLM (arXiv 2204.02311),
+As in appendix B of PaLM (arXiv 2204.02311), the number of operations in the forward and backward
+pass of one token is
 
     6 for each weight of a matrix product + 12 L H E K for attention
 
 for L layers, H heads of size E, and K keys that a query sees. The causal mask does not halve the
 cost of attention: K is the number of tokens in the sequence. With a window of W earlier tokens, K
-is W + 1 at most. If tokens see only their own document, K is the length of the document, or of its
-part in the sequence, at most.
+is W + 1 at most. If tokens see only their own document, K is at most the length of the piece of the
+document that lies in the sequence.
 
-Blocks that are computed again in the backward pass do not count twice. The model FLOPs utilization
+A block that is recomputed in the backward pass does not count twice. The model FLOPs utilization
 (MFU) is the rate of these operations, divided by the peak rate.
 """
 
@@ -35,11 +36,11 @@ MOST_DOCUMENTS = 10**6
 
 @dataclass(frozen=True)
 class Speed:
-    """The numbers with which tokens per second are converted into TFLOP/s and MFU.
+    """The numbers that convert a speed in tokens per second into TFLOP/s and MFU.
 
     Attributes:
-        flops_per_token: Maps the lengths of sequences to the floating-point operations of one
-            token, forward and backward.
+        flops_per_token: Maps each length of sequences to the number of floating-point operations of
+            one token, forward and backward.
         devices: The number of devices that share the work.
         peak_tflops: The peak TFLOP/s of one device; None if it is not known.
     """
@@ -143,7 +144,7 @@ def flops_per_token(shape: GPTShape, keys: float) -> float:
 
 
 def known_peak(device: torch.device, precision: str) -> float | None:
-    """Return the GPU's peak in 16 bits in TFLOP/s. Return None for other GPUs and precisions."""
+    """Return the peak 16-bit TFLOP/s of a GPU, or None if unknown or if `precision` is fp32."""
     if device.type != "cuda" or precision == "fp32":
         return None
     gpu = gpu_of_device(torch.cuda.get_device_name(device))

@@ -1,4 +1,7 @@
-"""Log the loss, the speed and theta every `log_interval` steps, and check that they are finite."""
+"""Log the loss, the speed and theta every `log_interval` steps, and check that the loss is finite.
+
+Before each checkpoint, check that all weights are finite.
+"""
 
 import math
 import time
@@ -28,7 +31,10 @@ STEEP = 3.0
 
 @dataclass
 class StepLog(Hook):
-    """Logs the mean loss since the last log line, the speed, and the position parameters."""
+    """A hook that logs the mean loss since the last log line, the speed, and theta.
+
+    Theta is the learned parameters of the positional embedding.
+    """
 
     # These parameters are called theta. Skipped steps do not count in the mean loss.
 

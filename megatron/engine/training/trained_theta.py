@@ -1,9 +1,9 @@
 """Clamp theta to its bounds during training, and read the optimizer's fp32 copy of theta.
 
-Theta [heads, columns] holds the positional embedding's trained parameters. `megatron.model.theta`
-describes how a model stores them. The optimizer updates an fp32 copy of theta, called the master.
-After each optimizer step, this module clamps the master and the model's copy to the bounds. The
-ZeRO stage determines where the master is stored.
+Theta [heads, columns] contains the trained parameters of the positional embedding. The module
+`megatron.model.theta` describes how a model stores theta. The optimizer updates an fp32 copy of
+theta, called the master. After each optimizer step, this module clamps the master and the model's
+copy to the bounds. The ZeRO stage determines where the master is stored.
 """
 
 from collections.abc import Sequence
@@ -27,16 +27,16 @@ from megatron.positional import PositionalEmbedding, bounds
 
 @dataclass
 class TrainedTheta:
-    """Returns and clamps the positional embedding's trained parameters, called theta.
+    """Access to the positional embedding's trained parameters, called theta.
 
-    All ranks of a pipeline stage must call each method. On a rank without theta, the methods do
-    nothing.
+    The methods return theta, or clamp theta to its bounds. All ranks of a pipeline stage must call
+    each method. On a rank without theta, the methods do nothing.
 
     Attributes:
         engine: The engine that trains theta.
-        parameters: The tensors that hold theta. Empty on a rank without theta.
+        parameters: The tensors that store theta. Empty on a rank without theta.
         pos: The model's positional embedding.
-        groups: The job's process groups. Each tensor-parallel rank holds theta of its own heads.
+        groups: The job's process groups. Each tensor-parallel rank stores theta of its own heads.
     """
 
     # In a pipeline, only the first stage holds theta. The optimizer updates an fp32 copy of theta,
@@ -51,7 +51,7 @@ class TrainedTheta:
 
     @torch.no_grad()
     def master(self) -> Tensor | None:
-        """Return a copy of theta in fp32, [this rank's heads, parameters per head].
+        """Return a copy of the fp32 master of theta, [this rank's heads, parameters per head].
 
         Theta is the positional embedding's trained parameters. The result is None on a rank without
         theta.
@@ -61,7 +61,7 @@ class TrainedTheta:
 
     @torch.no_grad()
     def master_of_all_heads(self) -> Tensor | None:
-        """Return a copy of theta in fp32, [all heads, parameters per head].
+        """Return a copy of the fp32 master of theta, [all heads, parameters per head].
 
         Theta is the positional embedding's trained parameters. The result is None on a rank without
         theta.
@@ -70,7 +70,7 @@ class TrainedTheta:
 
     @torch.no_grad()
     def project(self) -> None:
-        """Clamp the positional embedding's trained parameters to their bounds, after a step."""
+        """Project theta, the positional embedding's trained parameters: clamp it to its bounds."""
         self._projected = []
         for theta, shared in zip(self.parameters, (False, True), strict=False):
             columns = [p for p in self.pos.trained_parameters if p.shared == shared]
@@ -87,9 +87,9 @@ class TrainedTheta:
             self._projected.append(bounded_HN)
 
     def columns(self) -> dict[str, Tensor]:
-        """Return the positional embedding's trained parameters of all heads, by name.
+        """Return the columns of theta, the positional embedding's trained parameters, by name.
 
-        The dict is empty on a rank without them.
+        Each column contains the values of all heads. The dict is empty on a rank without theta.
         """
         # The values are those after the last call of `project`. The dict is also empty before its
         # first call.

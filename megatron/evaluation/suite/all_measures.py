@@ -1,4 +1,4 @@
-"""Run the suite on a checkpoint: read the text, measure, write the report."""
+"""Run the suite, a set of measures of how a model uses long context, on a checkpoint."""
 
 import sys
 from collections.abc import Callable
@@ -34,21 +34,22 @@ from megatron.run_folder import RunFolder
 def run_suite(
     config: Config, load: Path, *, out: Path | None = None, judge: Path | None = None
 ) -> Report:
-    """Measure the newest checkpoint of `load` at `eval_lengths`; write the report into `out`.
+    """Measure the newest checkpoint of the run folder `load`, and write the report into `out`.
 
-    Documents shorter than the largest of `eval_lengths` are not read.
-
-    Call this function in a single process, or in every process of a torchrun job.
+    The sequence lengths are the config's `eval_lengths`. Documents shorter than the largest length
+    are not read. Call this function in a single process, or in every process of a torchrun job.
 
     Args:
+        config: The config.
+        load: The run folder.
         out: The folder for the report; None means `load/suite`.
         judge: The run folder of the model that chooses the key tokens. With None, the measured
-            model chooses them itself.
+            model chooses the key tokens itself.
 
     Raises:
         CheckpointError: A checkpoint is missing or does not fit its config, or the judge has
             another tokenizer.
-        DataError: Fewer than two documents are long enough.
+        DataError: Fewer than two documents are long enough, or the config's data is a length task.
     """
     with job_or_alone(config) as groups:
         say: Callable[[str], None] = print if groups.is_main else lambda text: None
@@ -90,7 +91,7 @@ def run_suite(
 def measure_with_progress(
     subject: Subject, sample: Sample, tokenizer: Tokenizer, judge: Subject | None = None
 ) -> list[Measure]:
-    """Run all measures, and show a progress bar of the tokens that they read."""
+    """Run all measures, and show a progress bar of the tokens that the measures read."""
     counts: list[int] = []
     for each in (subject, judge or subject):
         each.tick, each.loss_fn = counts.append, lambda inputs, targets: torch.zeros(inputs.shape)
@@ -108,11 +109,14 @@ def measure_with_progress(
 def measure_all(
     subject: Subject, sample: Sample, tokenizer: Tokenizer, judge: Subject | None = None
 ) -> list[Measure]:
-    """Return the results of all measures. Every rank must call this function.
+    """Run all measures except `heads`, and return the results. Every rank must call this function.
 
     Args:
-        judge: The model that chooses the key tokens. It chooses those tokens that it predicts
-            better with long context. None means the measured model.
+        subject: The measured model.
+        sample: The text.
+        tokenizer: The tokenizer of the text.
+        judge: The model that chooses the key tokens: those that it predicts better with long
+            context. None means the measured model.
     """
 
     def passes(of: Subject) -> tuple[np.ndarray, np.ndarray]:

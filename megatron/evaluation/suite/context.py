@@ -1,4 +1,10 @@
-"""Measure what far context is worth: windowed twin, exact context, far-swap, receptive field."""
+"""Measure how much distant context lowers the loss. There are four measures:
+
+- windowed twin: compares the full context with a limited attention window in each layer.
+- exact context: compares the full context with a context of exactly the training length.
+- far-swap: compares the distant text with text of another document.
+- receptive field: compares several context lengths.
+"""
 
 import numpy as np
 
@@ -15,11 +21,12 @@ EFFECTS = {"gain": "helps", "loss": "harms", "none": "nothing", "unclear": "uncl
 def windowed_twin(sample: Sample, full_nT: np.ndarray, twin_nT: np.ndarray) -> Measure:
     """Measure how much lower the loss is with the full context than with a limited window.
 
-    The window is the training length. Only targets with more context than that are scored.
+    The windowed twin is the same model, but each layer sees only a window of the training length.
+    Only targets with more context than the window are scored.
 
     Args:
-        full_nT: The model's loss of each target, [n sequences, T targets].
-        twin_nT: The same losses when each layer sees only the window.
+        full_nT: The loss of each target with the full context, in nats [n sequences, T targets].
+        twin_nT: The loss of each target with the window, in nats [n sequences, T targets].
     """
     title, name = "Gain over the windowed twin", "windowed_twin"
     if sample.longest <= sample.train_length:
@@ -43,8 +50,8 @@ def windowed_twin(sample: Sample, full_nT: np.ndarray, twin_nT: np.ndarray) -> M
 def exact_context(subject: Subject, sample: Sample, full_nT: np.ndarray) -> Measure:
     """Measure how much lower the loss is with the full context than with exactly W tokens.
 
-    W is the training length. Each token is scored twice: in the full sequence, and after exactly W
-    tokens.
+    W is the training length. Each token is scored twice: once with the full context, and once with
+    exactly W tokens before it.
 
     Args:
         full_nT: The loss of each target with the full context, in nats [n sequences, T targets].
@@ -69,11 +76,13 @@ def exact_context(subject: Subject, sample: Sample, full_nT: np.ndarray) -> Meas
 
 
 def far_swap(subject: Subject, sample: Sample, full_nT: np.ndarray) -> Measure:
-    """Measure how the loss of the last tokens changes when the far text is replaced.
+    """Measure how the loss of the last tokens changes if distant text is swapped for other text.
+
+    The other text is from another document.
 
     Args:
-        full_nT: The loss of each target in the unchanged sequences, in nats [n sequences, T
-            targets].
+        full_nT: The loss of each target in the unchanged sequences, in nats
+            [n sequences, T targets].
     """
     # The last `sample.tail` tokens of each sequence are scored. The W tokens before them are kept,
     # where W is the training length. All earlier text is replaced by text of another document.
@@ -95,12 +104,12 @@ def far_swap(subject: Subject, sample: Sample, full_nT: np.ndarray) -> Measure:
 
 
 def receptive_field(subject: Subject, sample: Sample, full_nT: np.ndarray) -> Measure:
-    """Measure the loss of the last tokens for several context lengths.
+    """Measure the loss of the last tokens of each sequence for several context lengths.
 
     The last row of the result is for the whole sequences.
 
     Args:
-        full_nT: The loss of each target in the whole sequences, [n sequences, T targets].
+        full_nT: The loss of each target in the whole sequences, in nats [n sequences, T targets].
     """
     # For each context length c, short sequences are cut out of the text. A scored token has at
     # least c but fewer than 1.25 c tokens before it in its short sequence.
@@ -133,10 +142,12 @@ def receptive_field(subject: Subject, sample: Sample, full_nT: np.ndarray) -> Me
 
 
 def field_of(rows: list[Row]) -> int | str:
-    """Return the shortest context length, in tokens, that is as good as the best one.
+    """Return the receptive field: the shortest context not significantly worse than the best.
+
+    The result is a number of tokens. Without intervals of the losses, the result is "unclear".
 
     Args:
-        rows: The loss for each context length.
+        rows: The result for each context length.
     """
     # These are the rows of the measure `receptive_field`. A context is as good as the best one if
     # the difference of their losses is not surely positive. The result is "unclear" if there are no
@@ -163,7 +174,7 @@ def _after_context(subject: Subject, sample: Sample, context: int) -> np.ndarray
 
 
 def of_other_documents(documents: np.ndarray) -> np.ndarray:
-    """Return for each sequence the index of a sequence from another document.
+    """Return the index of a sequence from another document, for each sequence.
 
     Args:
         documents: The document of each sequence, [n], in ascending order.

@@ -1,12 +1,13 @@
-"""Describe the attention of each head: mass on the first token, entropy, attention by distance.
+"""Describe the attention of each head: share of the first token, entropy, attention by distance.
 
-For the last queries i of each sequence, with p_ij the attention of query i to key j:
+p_ij is the attention of query i to key j, for the last queries i of each sequence:
 
     first   = mean_i p_i0 + (1 - sum_j p_ij)      the second term is the mass of a sink's null key
     entropy = mean_i -sum_j p_ij ln p_ij          [nats]
 
-A head is collapsed if it puts more than `COLLAPSED` of its attention on the first token and the
-null key: there it finds the same at each query, so it says nothing about the text.
+A head is collapsed if more than `COLLAPSED` of its attention is on the first token and the null
+key. The first token and the null key are the same for each query of a sequence, so a collapsed head
+provides no information about the text.
 """
 
 from collections.abc import Callable
@@ -32,7 +33,10 @@ SEQUENCES, LONGEST, QUERIES = 8, 4096, 128
 
 @torch.no_grad()
 def heads(subject: Subject, sample: Sample) -> list[Measure]:
-    """Measure where each head attends. Return a measure of all heads and one for each layer."""
+    """Measure which tokens each head attends to.
+
+    Return one measure of all heads, and then one measure for each layer.
+    """
     # The list is empty if the model has no attention layers of this project.
     layers = [each for each in subject.model.modules() if isinstance(each, SelfAttention)]
     if not layers:
@@ -72,8 +76,8 @@ def _layer(documents: np.ndarray, numbers_nHX: np.ndarray, layer: int) -> Measur
 
     Args:
         documents: The document of each sequence, [n].
-        numbers_nHX: The statistics of each sequence and head.
-        layer: The number of the layer.
+        numbers_nHX: The attention statistics of each sequence and head.
+        layer: The index of the layer.
     """
     # The distance is the number of tokens back, where the query's own token is 1. `numbers_nHX`
     # comes from `_watch`.
@@ -87,7 +91,11 @@ def _layer(documents: np.ndarray, numbers_nHX: np.ndarray, layer: int) -> Measur
 
 
 def _watch(attend: Callable[[Call], Tensor], numbers: list[Tensor], call: Call) -> Tensor:
-    """Call an attention function on one sequence, and append statistics to `numbers`."""
+    """Call the attention function `attend`, and append statistics of its attention to `numbers`.
+
+    Args:
+        call: The arguments of the attention function, for one sequence.
+    """
     # The statistics are a tensor [H heads, 2 + bins]: the attention to the first token and to a
     # sink's null key, the entropy in nats, and the attention in each bin of distances.
     q_BHTE, k_BKSE, positions_BT = call.q_BHTE, call.k_BKSE, call.positions_BT

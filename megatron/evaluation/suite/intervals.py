@@ -1,8 +1,8 @@
-"""Estimate means with intervals. The unit is the document, not the token.
+"""Estimate means with intervals. The unit of the statistics is the document, not the token.
 
-Tokens of one document are not independent, so intervals come from a bootstrap over documents: BCa
-intervals of `scipy.stats.bootstrap` (Efron 1987). If document d has c_d tokens, and t_d is the sum
-of a quantity (such as the loss) over these tokens, the mean is
+Tokens of one document are not independent. The intervals therefore come from a bootstrap over
+documents: BCa intervals of `scipy.stats.bootstrap` (Efron 1987). Document d has c_d tokens, and t_d
+is the sum of a quantity (such as the loss) over these tokens. The mean is
 
     value = sum_d t_d / sum_d c_d
 """
@@ -30,7 +30,7 @@ SMALLEST = 0.001
 
 @dataclass(frozen=True)
 class Estimate:
-    """A mean, its 95% interval (NaN if there is none), and the number of documents."""
+    """A mean, the ends of its 95% interval (NaN without interval), and the number of documents."""
 
     value: float
     low: float
@@ -38,15 +38,19 @@ class Estimate:
     documents: int
 
     def effect(self, smallest: float = SMALLEST, *, surely: bool = False) -> str:
-        """Classify a gain by its 95% interval.
+        """Return which effect this mean shows, according to its 95% interval.
 
-            none      the whole interval lies in [-smallest, smallest]
-            gain      the whole interval lies above 0
-            loss      the whole interval lies below 0
+        The mean is a gain: the amount by which the loss is lower.
+
+            none      the whole interval is in [-smallest, smallest]
+            gain      the whole interval is above 0
+            loss      the whole interval is below 0
             unclear   otherwise, or without an interval
 
         Args:
-            surely: Whether a gain or loss must be larger than `smallest`, not only than 0.
+            smallest: The size up to which an effect counts as none.
+            surely: Whether the interval of a gain must be above `smallest` instead of 0, and the
+                interval of a loss below -`smallest`.
         """
         if -smallest <= self.low <= self.high <= smallest:
             return "none"
@@ -55,7 +59,7 @@ class Estimate:
 
     @property
     def perplexity(self) -> Estimate:
-        """The perplexity of this mean loss, with the perplexities of the interval's two ends."""
+        """The perplexity of this mean loss, with the perplexities of the interval's ends."""
         ends = (perplexity(self.low), perplexity(self.high))
         return Estimate(perplexity(self.value), *ends, self.documents)
 
@@ -70,9 +74,9 @@ class Estimate:
 def estimate(
     totals: np.ndarray, counts: np.ndarray, documents: np.ndarray, *, comparisons: int = 1
 ) -> Estimate:
-    """Return the ratio sum(totals) / sum(counts), with its 95% interval.
+    """Estimate the ratio sum(totals) / sum(counts), with its 95% interval.
 
-    The interval comes from a bootstrap over documents. It is NaN for too few documents.
+    The interval comes from a bootstrap over documents. For too few documents, it is NaN.
 
     Args:
         totals: A total for each sequence, such as a sum of losses, [n].
@@ -120,7 +124,7 @@ def mean_of(losses_nT: np.ndarray, documents: np.ndarray, *, comparisons: int = 
         losses_nT: The values, such as the losses of T tokens in each of n sequences, [n, T].
         documents: The document to which each sequence belongs, [n].
         comparisons: The number of intervals that together cover the true values with 95%
-            probability.
+            probability (Bonferroni).
     """
     counts = np.full(len(losses_nT), losses_nT.shape[1])
     return estimate(losses_nT.sum(1), counts, documents, comparisons=comparisons)

@@ -1,4 +1,4 @@
-"""Measure the loss on key tokens, those whose prediction gains from long context (LongPPL)."""
+"""Measure the loss on key tokens: the tokens whose prediction gains from long context (LongPPL)."""
 
 import numpy as np
 
@@ -15,14 +15,18 @@ KEY_LOSS = 2.0
 def key_tokens(
     sample: Sample, full_nT: np.ndarray, twin_nT: np.ndarray, gain_nT: np.ndarray, judge: str
 ) -> Measure:
-    """Measure the loss on key tokens: the tokens that are predicted better with long context.
+    """Measure the perplexity of key tokens: the tokens that long context makes easier to predict.
 
-    Source: LongPPL, arXiv 2410.23771. A model, called the judge, chooses the key tokens.
+    A model, called the judge, chooses the key tokens. The judge may be the measured model. Source:
+    LongPPL, arXiv 2410.23771.
 
     Args:
-        full_nT: The measured model's losses, with the full context.
-        twin_nT: The measured model's losses, with a window of the training length.
-        gain_nT: The judge's gain from long context, for each token.
+        full_nT: The measured model's losses with the full context, in nats [n, T]: n sequences with
+            T targets each.
+        twin_nT: The measured model's losses with a window of the training length in each layer, in
+            nats [n, T].
+        gain_nT: The amount by which the full context lowers the judge's loss of each target, in
+            nats [n, T].
         judge: The name of the judge in the report.
     """
     # A token is a key token if its `gain_nT` (see `judged_gain`) is above `KEY_GAIN`. Only tokens
@@ -50,11 +54,11 @@ def key_tokens(
 
 
 def judged_gain(full_nT: np.ndarray, twin_nT: np.ndarray) -> np.ndarray:
-    """Return how much lower a model's loss of each token is with the full context, [n, T].
+    """Return the judge's gain: how much the full context lowers its loss of each token, [n, T].
 
     Args:
-        full_nT: The model's losses [n, T] with the full context.
-        twin_nT: The losses with a window of the training length in each layer.
+        full_nT: The judge's losses with the full context, in nats [n, T].
+        twin_nT: The judge's losses with a window of the training length in each layer, [n, T].
     """
     # The result is -inf for a token whose loss with the full context is at least `KEY_LOSS`.
     return np.where(full_nT < KEY_LOSS, twin_nT - full_nT, -np.inf)

@@ -1,4 +1,4 @@
-"""Define the inputs and the results of the suite's measures."""
+"""Define the inputs and the results of the measures in the suite."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
@@ -21,8 +21,9 @@ class Row:
     """One result of a measure.
 
     Attributes:
-        at: Where the result was measured, such as {"length": 128, "depth": 0.5}.
-        also: Further entries for the tables.
+        at: The conditions of the result, such as {"length": 128, "depth": 0.5}.
+        estimate: The measured value with its interval.
+        also: Further columns of the tables.
     """
 
     # In the plot, the first entry of `at` is the x axis, and each combination of the other entries
@@ -33,19 +34,21 @@ class Row:
     also: Mapping[str, Any] = field(default_factory=dict)
 
     def flat(self) -> dict[str, Any]:
-        """Return the result as one flat dict, a line of the CSV file."""
+        """Return the result as a flat dict, which becomes a line of the CSV file."""
         return {**self.at, **asdict(self.estimate), **self.also}
 
 
 @dataclass(frozen=True)
 class Measure:
-    """One of the suite's measurements of a model, with its results.
+    """One measurement of a model, with its results.
 
     Attributes:
-        name: The name of the files with the results, without their endings.
+        name: The name of the measure's files, without their endings.
+        title: The title of the measure in the report.
         unit: The quantity and unit of the results, for tables and axes.
         says: One sentence about the results.
-        answer: The verdict as data, for `report.json`, or None.
+        rows: The results.
+        answer: The conclusion from the results as data, for `report.json`, or None.
         drawn: Whether the report has a picture of the results.
     """
 
@@ -66,9 +69,9 @@ class Sample:
         sequences_nT: The tokens of n sequences, int64 [n, longest + 1]. Each sequence is part of a
             single document.
         documents: The document of each sequence, [n], in ascending order.
-        train_length: The length at which the model was trained.
-        lengths: The lengths at which the model is measured, in ascending order.
-        tokens: The approximate number of tokens for each result of a measure.
+        train_length: The length at which the model was trained, in tokens.
+        lengths: The lengths at which the model is measured, in tokens and in ascending order.
+        tokens: The approximate number of tokens that a measure reads for each result.
     """
 
     sequences_nT: np.ndarray
@@ -83,7 +86,7 @@ class Sample:
 
     @property
     def tail(self) -> int:
-        """The number of last tokens of a sequence that some measures score."""
+        """The number of tokens at the end of a sequence that some measures score."""
         # These measures are `far_swap` and `receptive_field`.
         return max(1, min(128, self.longest // 8))
 
@@ -119,14 +122,15 @@ def read_sample(
     tokens: int,
     eod: int,
 ) -> Sample:
-    """Cut sequences of the longest length out of the documents that are long enough.
+    """Cut sequences of the largest length out of documents that are long enough.
 
     Args:
-        documents: (start, end), the range of documents [start, end).
-        lengths: The lengths at which the model is measured.
+        shards: The tokens of all documents.
+        documents: The range of documents to read, as (start, end). The end is not included.
+        lengths: The lengths at which the model is measured, in ascending order.
         train_length: The length at which the model was trained.
         tokens: The approximate number of tokens in all sequences.
-        eod: The id of the end-of-document token, at which a document's text ends.
+        eod: The id of the end-of-document token, which is not part of a document's text.
 
     Raises:
         DataError: Fewer than 2 documents are long enough.
@@ -166,9 +170,11 @@ class Subject:
     """A model that is measured.
 
     Attributes:
-        model: The model. The method `losses` can limit how far its attention sees.
-        loss_fn: The function that returns the loss of each target. None means `model`.
+        model: The model.
+        groups: The job's process groups.
+        batch_tokens: The approximate number of tokens in a forward pass.
         tick: A function that gets the number of tokens of each finished batch.
+        loss_fn: The function that returns the loss of each target. None means `model`.
         name: A text that names the model in the report.
     """
 
@@ -184,13 +190,15 @@ class Subject:
     def losses(
         self, sequences_nT: np.ndarray, *, window: int | None = None, last_only: bool = False
     ) -> np.ndarray:
-        """Return the loss of each target in nats, float64 [n, T - 1]. Every rank must call this.
+        """Return the loss of each target in nats, as float64 [n, T - 1].
+
+        Every rank must call this method.
 
         Args:
             sequences_nT: The tokens of n sequences, int64 [n, T].
-            window: The number of tokens that each layer sees, the current one included. None means
-                the model's own limit.
-            last_only: Whether to compute only the loss of the last target.
+            window: The number of tokens that each layer sees, including the current token. None
+                means the model's own limit.
+            last_only: Whether to return only the loss of the last target, [n, 1].
 
         Raises:
             DivergedError: A loss is infinite or not a number.

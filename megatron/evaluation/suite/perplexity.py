@@ -1,4 +1,4 @@
-"""Measure the loss by length and by position."""
+"""Measure the perplexity by sequence length, and the loss by position."""
 
 import math
 
@@ -13,12 +13,13 @@ from megatron.readable_numbers import told_apart
 def by_length(
     subject: Subject, sample: Sample, full_nT: np.ndarray, token_bytes: TokenBytes
 ) -> Measure:
-    """Measure perplexity and bits per byte at each length, on the same text.
+    """Measure perplexity and bits per byte by sequence length, on the same text for each length.
 
     For each length, every sequence is cut into pieces of this length.
 
     Args:
-        full_nT: The loss of each target, with all earlier tokens of its sequence as context.
+        full_nT: The loss of each target with all earlier tokens of its sequence as context, in nats
+            [n sequences, T targets].
         token_bytes: A function from token ids to the number of UTF-8 bytes of each token.
     """
     # A remainder at the start of a sequence is not measured.
@@ -51,10 +52,11 @@ def by_length(
 
 
 def by_position(sample: Sample, full_nT: np.ndarray) -> Measure:
-    """Measure the loss as a function of context length, the number of tokens before a target.
+    """Measure the loss by position, the number of tokens before a target.
 
     Args:
-        full_nT: The loss of each target, with all earlier tokens of its sequence as context.
+        full_nT: The loss of each target with all earlier tokens of its sequence as context, in nats
+            [n sequences, T targets].
     """
     # The loss is averaged over the targets in each bin of context lengths (see `Sample.bins`).
     rows = [

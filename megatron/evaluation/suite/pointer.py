@@ -1,15 +1,17 @@
-"""Measure what the text offers: how far an exact-match pointer lowers the loss.
+"""Measure how far copying from earlier text can lower the loss, with an exact-match pointer.
 
-The pointer reads the last n tokens (n = 2, 3, 5), finds where the same n tokens stood earlier in
-the sequence, and predicts the tokens that followed there, in proportion to their counts. Its
-prediction is mixed with that of a model:
+The pointer reads the last n tokens (n = 2, 3, 5), and finds where the same n tokens occur earlier
+in the sequence. It predicts the tokens that followed there, in proportion to their counts. The
+pointer's prediction is mixed with the prediction of a model:
 
     p(x) = w_0 p_model(x) + sum_n w_n count_n(x) / count_n
 
-The weights w depend on the longest n that has a match. They are fitted to other documents than the
-scored one: the documents are dealt into `FOLDS` parts, and each part is scored with the weights
-that expectation maximisation finds on the other parts. Documents that repeat each other count as
-one, so that no copy teaches the weights.
+Here count_n is the number of earlier matches of the last n tokens, and count_n(x) is the number of
+matches after which token x followed. The weights w depend on the largest n that has a match. To fit
+the weights on other documents than the scored document, the documents are divided into `FOLDS`
+parts. Each part is scored with weights that are fitted on the other parts by expectation
+maximisation. Documents that repeat each other count as one document, so that the weights are never
+fitted on a copy of the scored text.
 """
 
 from typing import Any
@@ -32,12 +34,12 @@ REPEATED = 32
 def pointer(sample: Sample, full_nT: np.ndarray, twin_nT: np.ndarray) -> Measure:
     """Measure how much a pointer that copies earlier text lowers the loss, for near and far text.
 
-    Near text is the last W tokens before a target, and far text is all earlier text. W is the
-    training length. Only targets with more than W tokens before them are scored.
+    Near text is the last W tokens before a target, where W is the training length. Far text is all
+    earlier text. Only targets with more than W tokens before them are scored.
 
     Args:
-        full_nT: The loss of each target with the full context, [n sequences, T targets].
-        twin_nT: The same losses when each layer sees only W tokens.
+        full_nT: The loss of each target with the full context, in nats [n sequences, T targets].
+        twin_nT: The loss of each target when each layer sees only W tokens, [n, T].
     """
     # The windowed twin is the same model, but each of its layers sees only W tokens. The gain of a
     # pointer is the twin's loss minus the loss of the twin mixed with the pointer. The result has
@@ -85,17 +87,19 @@ def _columns(name: str, found: Estimate) -> dict[str, float]:
 
 
 def predictions(sequences_nT: np.ndarray, window: int) -> dict[str, np.ndarray]:
-    """Return the probability that copying from the context gives each target.
+    """Return the probability with which copying from the context predicts each target.
 
-    A pointer of order k looks for earlier copies of the last k tokens, and predicts what followed
-    them. The probability is -1 if there is no copy.
+    A pointer of order k looks for earlier copies of the last k tokens, and predicts the tokens that
+    followed those copies. Without such a copy, the probability is -1.
 
     Args:
         sequences_nT: The tokens of n sequences, int64 [n, T].
         window: The number of tokens that count as near.
 
     Returns:
-        Three arrays [n, T - 1, orders], for pointers that copy all, only near, or only far tokens.
+        A dict of three arrays [n, T - 1, orders]. The pointers of "all" copy from all earlier
+        tokens, the pointers of "near" only from near tokens, and the pointers of "far" only from
+        far tokens.
     """
     # The keys are "all", "near" and "far", and `ORDERS` lists the orders. "near" copies only the
     # last `window` tokens before the target, and "far" only tokens before these.
@@ -113,7 +117,10 @@ def predictions(sequences_nT: np.ndarray, window: int) -> dict[str, np.ndarray]:
 
 
 def _gram_ids(sequences_nT: np.ndarray, longest: int) -> dict[int, np.ndarray]:
-    """Return ids [n, T] of the last k tokens at each position, for k from 1 to `longest`."""
+    """Return a dict from k to the ids [n, T] of the last k tokens at each position.
+
+    The dict contains each k from 1 to `longest`. Equal tokens in the same sequence have equal ids.
+    """
     # Two ids are equal if their tokens are equal and in the same sequence. At a position with fewer
     # than k tokens, the id differs from all others.
     row_n1 = np.arange(len(sequences_nT))[:, None]
@@ -127,7 +134,7 @@ def _gram_ids(sequences_nT: np.ndarray, longest: int) -> dict[int, np.ndarray]:
 
 
 def _earlier(ids_nT: np.ndarray, beyond: int) -> np.ndarray:
-    """Return how often each id occurs more than `beyond` positions before, [n, T]."""
+    """Return how often each id occurs earlier, more than `beyond` positions away, [n, T]."""
     positions = np.arange(ids_nT.shape[1])
     start_nT = ids_nT * len(positions)
     keys = np.sort((start_nT + positions).ravel())
@@ -136,14 +143,14 @@ def _earlier(ids_nT: np.ndarray, beyond: int) -> np.ndarray:
 
 
 def gains(found_nTO: np.ndarray, losses_nT: np.ndarray, groups: np.ndarray) -> np.ndarray:
-    """Return how much lower each loss is when a pointer is mixed with the model, nats [n, T].
+    """Return how much mixing the model with a pointer lowers each loss, in nats [n, T].
 
     A pointer predicts a copy of earlier text.
 
     Args:
-        found_nTO: The pointer's probability of each target, for each number of tokens that it
-            matches.
-        losses_nT: The model's loss of each target, in nats.
+        found_nTO: The probability of each target by pointers that match O different numbers of
+            tokens, or -1 where a pointer finds no match, [n, T, O].
+        losses_nT: The model's loss of each target, in nats [n, T].
         groups: The document of each sequence, [n].
     """
     # `found_nTO` is an entry of `predictions`. The documents are divided into `FOLDS` parts. The
@@ -163,7 +170,7 @@ def gains(found_nTO: np.ndarray, losses_nT: np.ndarray, groups: np.ndarray) -> n
 
 
 def _weights(ratios: np.ndarray) -> np.ndarray:
-    """Return the best weights of a mixture of predictors, [1 + orders].
+    """Return the weights [1 + orders] of the predictors in the best mixture.
 
     Args:
         ratios: The probability that each predictor assigns to a token, divided by the model's
@@ -180,7 +187,9 @@ def _weights(ratios: np.ndarray) -> np.ndarray:
 
 
 def distinct_documents(sequences_nT: np.ndarray, documents: np.ndarray) -> np.ndarray:
-    """Return a number for each sequence, [n]. Documents that repeat each other get the same number.
+    """Number the distinct documents, and return the number of each sequence's document, [n].
+
+    Documents that repeat each other get the same number.
 
     Args:
         sequences_nT: The tokens of n sequences, int64 [n, T].

@@ -1,10 +1,12 @@
-"""Measure whether the model finds earlier tokens again: repeated tokens, copies and a passkey.
+"""Measure whether the model recalls earlier tokens: repeated tokens, copies and a passkey.
 
-Nothing is generated. The model reads the right answers, and their losses are compared with the
-losses in control texts, which do not tell the answer. So the measures work for every vocabulary,
-and show a small gain long before a model would write the whole answer. A control text has the same
-tokens as the text, in almost the same places. So a model that counts tokens, in any order, gains
-nothing, except for RULER's `words`, whose control has other counts: there counting is the task.
+Nothing is generated. The model reads the right answers. The losses of the answers are compared with
+their losses in control texts, which do not reveal the answer. The measures therefore work for every
+vocabulary, and show a small gain long before a model would generate the whole answer.
+
+A control text has the same tokens as the text, in almost the same places. A model that only counts
+tokens therefore gains nothing. The exception is the task `words` of RULER. This task is to count
+words, so its control text has other counts.
 """
 
 from collections.abc import Callable
@@ -35,12 +37,12 @@ ORDER, BINDING = "order", "binding"
 
 @dataclass(frozen=True)
 class Puzzle:
-    """Statements to hide in a text, and a question about them for the end of the text.
+    """Statements to hide in a text, and a question about the statements for the end of the text.
 
     Attributes:
         statements: The tokens of each statement, in their order in the text.
-        controls: Maps the name of a control text to its statements. A control text does not reveal
-            the answer.
+        controls: Maps the name of a control text to the statements in it. A control text does not
+            reveal the answer.
         cue: The tokens of the question.
         answer: The tokens whose loss is measured. The text ends with `cue` and then `answer`.
     """
@@ -52,7 +54,7 @@ class Puzzle:
 
     @property
     def size(self) -> int:
-        """The number of tokens of the statements and the question."""
+        """The number of tokens in the statements, the question and the answer."""
         return sum(map(len, (*self.statements, self.cue, self.answer)))
 
 
@@ -65,10 +67,11 @@ class Cell:
     """One experiment: random puzzles in texts of one length.
 
     Attributes:
-        at: The labels of the result. The label `length` is the texts' length.
-        draw: The function that draws a puzzle.
+        at: The labels of the result. The label `length` is the length of the texts.
+        draw: The function that draws a random puzzle.
         depth: The place of a single statement: 0 is the start of the text, 1 is just before the
-            question. None draws places in the first half of the text.
+            question. With None, the places of the statements are random in the first half of the
+            text.
     """
 
     at: dict[str, Any]
@@ -77,7 +80,7 @@ class Cell:
 
 
 def pieces(tokenizer: Tokenizer, *texts: str) -> list[np.ndarray]:
-    """Encode the concatenation of texts, and return the tokens of each text."""
+    """Encode the concatenation of several texts, and split the tokens into one piece per text."""
     # The texts are not encoded one by one, because some tokenizers add a space to the start of each
     # input. A token that spans two texts belongs to the later text.
     whole = tokenizer.encode("".join(texts)).tolist()
@@ -87,9 +90,9 @@ def pieces(tokenizer: Tokenizer, *texts: str) -> list[np.ndarray]:
 
 
 def induction(subject: Subject, sample: Sample) -> Measure:
-    """Measure how much better d random tokens are predicted at their second occurrence.
+    """Measure induction: how much better random tokens are predicted at their second occurrence.
 
-    Each text consists of two copies of d random tokens.
+    Each text consists of two copies of d random tokens. The measure has one result for each d.
     """
     # In the control text, the first copy has its blocks of 8 tokens reversed. The gain is the
     # second copy's loss in the control text minus its loss in the text. The first token of the
@@ -133,7 +136,10 @@ def copying(subject: Subject, sample: Sample) -> Measure:
 
 
 def passkey(subject: Subject, sample: Sample, tokenizer: Tokenizer) -> Measure:
-    """Measure whether the model recalls five digits at the end of a text that contains them."""
+    """Measure whether the model recalls a passkey, five digits that occur earlier in the text.
+
+    At the end of the text, the model is asked for the digits.
+    """
 
     def draw(rng: np.random.Generator) -> Puzzle | None:
         for _ in range(20):
@@ -151,12 +157,15 @@ Fact = tuple[np.ndarray, np.ndarray, np.ndarray]
 
 
 def with_controls(facts: list[Fact], others: list[int], asked: list[int]) -> Puzzle:
-    """Return a puzzle that hides `facts` in a text and asks for some of their answers.
+    """Make a puzzle with control texts from facts.
+
+    The puzzle hides the facts in a text, and asks for some of their answers.
 
     Args:
-        others: The index of another fact for each fact. A control text gives each fact the other's
-            answer.
-        asked: The indices of the facts that are asked for, one after the other.
+        facts: The facts. Each fact consists of a cue, the answer, and the end of the statement.
+        others: The index of another fact for each fact. In a control text, each fact has the answer
+            of that other fact.
+        asked: The indices of the facts that the question asks for, in this order.
     """
     # The puzzle has up to two controls. In the control `order`, the tokens of the asked answers are
     # reversed. In the control `binding`, fact i has the answer of fact `others[i]`. This control is
@@ -179,10 +188,12 @@ def with_controls(facts: list[Fact], others: list[int], asked: list[int]) -> Puz
 
 
 def by_depth(subject: Subject, sample: Sample, name: str, title: str, draw: Draw) -> Measure:
-    """Measure recall of a statement, by the length of the text and the place of the statement.
+    """Measure recall of a statement by its depth (place in the text), and by the text's length.
 
     Args:
-        draw: A function that draws a puzzle.
+        name: The name of the measure.
+        title: The title of the measure in the report.
+        draw: A function that draws a random puzzle.
     """
     # The lengths are the shortest, a middle and the longest of `sample.lengths`. The places are
     # `DEPTHS`. A place counts as found if the loss is surely lower than in every control text.
@@ -209,7 +220,14 @@ def by_depth(subject: Subject, sample: Sample, name: str, title: str, draw: Draw
 
 
 def found_cells(rows: list[Row]) -> list[Row]:
-    """Return the row with the lowest interval of each experiment whose rows are all gains."""
+    """Return one row of each experiment in which the model finds the answer.
+
+    The answer is found if all rows of the experiment are gains. The returned row is the one whose
+    interval has the lowest start.
+
+    Args:
+        rows: The rows of all experiments. An experiment has one row for each control text.
+    """
     # It is the row whose interval has the lowest start.
     cells = groupby(rows, lambda row: [row.at[name] for name in row.at if name != "control"])
     gains = (min(cell, key=lambda row: row.estimate.low) for _, cell in cells)
@@ -217,7 +235,10 @@ def found_cells(rows: list[Row]) -> list[Row]:
 
 
 def ask(subject: Subject, sample: Sample, cells: list[Cell]) -> list[Row]:
-    """Run the experiments `cells`, and return a row for each experiment and control text."""
+    """Run the experiments `cells`: ask the model their questions.
+
+    Return one row for each experiment and control text.
+    """
     # An experiment has no rows if its texts are too short for its puzzle.
     asked = [(cell, *_losses(subject, sample, cell, 2 + n)) for n, cell in enumerate(cells)]
     total, rows = sum(len(controls) for _, _, controls, _ in asked), []
@@ -269,7 +290,7 @@ def _losses(
 def _with_statements(
     text: np.ndarray, statements: list[np.ndarray], depths: list[float], puzzle: Puzzle
 ) -> np.ndarray:
-    """Return the text with the statements inserted and the question at the end."""
+    """Return the text with `statements` inserted at `depths`, and with the question at the end."""
     # The last tokens of `text` are left out, so that the result is as long as `text`.
     room = len(text) - sum(map(len, (*statements, puzzle.cue, puzzle.answer)))
     splits = np.split(text[:room], [round(depth * room) for depth in depths])

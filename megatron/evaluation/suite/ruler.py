@@ -1,6 +1,7 @@
 """Ask RULER's questions (arXiv 2404.06654) of a base model, by the loss of the right answers.
 
-The haystack is the suite's text, the statements are short and stand in its first half:
+The haystack is the suite's text. The statements are short, and are hidden in the first half of the
+text:
 
 | task | statements | question |
 |---|---|---|
@@ -9,8 +10,9 @@ The haystack is the suite's text, the statements are short and stand in its firs
 | tracking | two chains: a = 12345, b = a, c = b | the number of c |
 | words | two words four times each, two words once each | the two common words |
 
-RULER's single needle is `recall.passkey`. In the control `binding`, the other keys, chain or words
-have the answers. In the control `order`, the answer's tokens stand in reverse order.
+`recall.passkey` is RULER's task with a single needle. In the control text `binding`, the answers
+belong to the other keys, the other chain or the other words. In the control text `order`, the
+tokens of the answer are in reverse order.
 """
 
 from functools import partial

@@ -24,13 +24,15 @@ PAGE, DATA = "report.md", "report.json"
 
 @dataclass(frozen=True)
 class Report:
-    """The results of one model.
+    """The results of all measures of one model.
 
     Attributes:
         title: A text that names the model.
-        about: Facts about the measurement, which become columns of each CSV file.
-        facts: Names and values of facts about the model and text, for the head of the page.
-        verdict: Sentences about all measures together. The first says how much context is used.
+        about: The settings of the measurement, which become columns of each CSV file.
+        facts: Maps names to facts about the model and the text, for the head of the page.
+        verdict: Sentences about all measures together. The first sentence tells how much context
+            the model uses.
+        measures: The measures with their results.
     """
 
     title: str
@@ -41,7 +43,13 @@ class Report:
 
 
 def write_report(report: Report, folder: Path, train_length: int) -> None:
-    """Write all files of the report into `folder`."""
+    """Write all files of the report into `folder`.
+
+    Args:
+        report: The report.
+        folder: The folder.
+        train_length: The training length in tokens, which the pictures mark.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     drawn = [each for each in report.measures if each.drawn and len(each.rows) > 2]
     for measure in report.measures:
@@ -70,12 +78,12 @@ def write_report(report: Report, folder: Path, train_length: int) -> None:
 
 
 def _json(value: Any) -> Any:
-    """Return `value`, or None for a number that JSON cannot represent (NaN or infinity)."""
+    """Return `value`. For a number that JSON cannot represent (NaN or infinity), return None."""
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _shown_row(row: Row) -> list[str]:
-    """Return the cells of a row of a table."""
+    """Return the texts of the cells that show a row in a table."""
     found = row.estimate
     interval = "none" if math.isnan(found.low) else f"{found.low:.4f} to {found.high:.4f}"
     at, also = ([*map(_shown, part.values())] for part in (row.at, row.also))

@@ -1,4 +1,4 @@
-"""Say in a few sentences what the measures mean together."""
+"""Summarise in a few sentences what the measures show together."""
 
 from megatron.evaluation.suite.intervals import FEWEST
 from megatron.evaluation.suite.measure import Measure
@@ -6,9 +6,9 @@ from megatron.readable_numbers import told_apart
 
 
 def verdict(measures: list[Measure]) -> list[str]:
-    """Return sentences that sum up the measures of one model.
+    """Return the verdict: sentences that summarise the measures of one model.
 
-    The first sentence says how much context the model uses.
+    The first sentence tells how much context the model uses.
     """
     # Then come sentences about far text and about each measure. With fewer than `FEWEST` documents,
     # the only sentence says that there is no verdict.
@@ -39,10 +39,12 @@ def verdict(measures: list[Measure]) -> list[str]:
 
 
 def far_text(found: dict[str, Measure]) -> str:
-    """Return a text that says whether text beyond the training length helps or harms the model.
+    """Return the effect of text beyond the training length: whether it helps or harms the model.
+
+    The result is "helps", "harms", "nothing" or "unclear".
 
     Args:
-        found: The measures by name.
+        found: Maps the name of each measure to the measure.
     """
     # The answer is that of the measure `exact_context`. If the measure `windowed_twin` has the
     # opposite answer, return "unclear". `windowed_twin` alone is no evidence, because its window
