@@ -9,10 +9,10 @@ Here `tokens` is the number of target tokens, and `bytes` is the number of UTF-8
 tokens. Each token is predicted from all earlier tokens of its sequence. Sequences do not overlap.
 All lengths are measured on the same text.
 
-Three baselines measure the same model with short contexts of c tokens. The first baseline splits
-the text into sequences of c tokens, so that each token has 1 ... c predecessors. The second baseline
-scores single tokens that have exactly c predecessors. The third baseline is the windowed twin: in
-each layer, a token of the longest sequences sees only the last c tokens.
+Three baselines measure the same model with short contexts of c tokens. The first one splits the
+text into sequences of c tokens, so that each token has 1 ... c predecessors. The second one scores
+single tokens that have exactly c predecessors. The third one is the windowed twin: in each layer, a
+token of the longest sequences sees only the last c tokens.
 """
 
 import math

@@ -23,7 +23,7 @@ COUNTS = {
     "table3.yml": 90, "xl.yml": 45, "table5.yml": 45, "table6.yml": 75, "released.yml": 6,
     "stand_in.yml": 24, "stand_in_lr.yml": 24, "stand_in_backends.yml": 10,
     "stand_in_fused.yml": 10, "stand_in_terms.yml": 45, "length_tasks.yml": 231,
-    "recipe_screen.yml": 8, "seconds_per_step.yml": 10, "wikitext103.yml": 6,
+    "recipe_screen.yml": 8, "recipe_constant.yml": 12, "recipe_dose.yml": 48, "seconds_per_step.yml": 10, "wikitext103.yml": 6,
 }  # fmt: skip
 
 
@@ -54,7 +54,11 @@ def test_every_cell_composes(name):
             and config.training.seed == cell.seed
         )
         assert cell.axes.get("corpus", "") in str(config.data.data_path)
-        assert config.checkpoint.save == config.checkpoint.load == str(cell.folder)
+        start = str(cell.folder)
+        if name == "recipe_dose.yml":
+            at = config.training.train_iters * 4 // 5
+            start = f"runs/recipe_constant/{embedding}-{cell.seed}/global_step{at}"
+        assert (config.checkpoint.save, config.checkpoint.load) == (str(cell.folder), start)
         sequences = 32
         if name.startswith(("stand_in", "recipe")):
             sequences = 2048 // config.model.seq_length
