@@ -128,7 +128,7 @@ def _of_one_dtype(*qkv: Tensor) -> tuple[Tensor, ...]:
     """Return q, k and v. If their dtypes differ under autocast, cast them to autocast's dtype.
 
     Raises:
-        AttentionError: q, k or v is a nested tensor.
+        AttentionError: One of q, k and v is a nested tensor.
     """
     if any(x.is_nested for x in qkv):
         raise AttentionError(
