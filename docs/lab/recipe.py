@@ -6,19 +6,22 @@
 The suite is run on each finished cell of the grid, at 1 to 16 times the cell's training length. A
 cell that has a suite report already is not measured again, and a cell that is not finished is
 named. `recipes.csv` has a row for each cell: gain, headroom and share with their intervals, recall,
-and the change of perplexity with the length.
+and the change of perplexity with the length. For a grid with doses, `verdicts.csv` says for which
+of them the plan's criteria R1 and R2 hold.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pandas as pd
+from scipy.stats import ttest_1samp
 
 from megatron import pictures
 from megatron.config import load_config
@@ -50,8 +53,13 @@ def main() -> int:
     args.out.mkdir(parents=True, exist_ok=True)
     table = pd.DataFrame(found)
     table.to_csv(args.out / "recipes.csv", index=False, float_format="%.6g")
-    pictures.save(drawn(table, args.grid.stem), args.out / "share.png")
+    picture = by_dose(table) if "dose" in table else drawn(table, args.grid.stem)
+    pictures.save(picture, args.out / "share.png")
     print(table.to_string(index=False))
+    if "dose" in table:
+        decided = decide(table)
+        decided.to_csv(args.out / "verdicts.csv", index=False, float_format="%.4g")
+        print(decided.to_string(index=False))
     return 0
 
 
@@ -99,28 +107,69 @@ def row(cell: Cell) -> dict[str, Any]:
     }
 
 
+def decide(table: pd.DataFrame) -> pd.DataFrame:
+    """Return, for each dose and embedding, whether R1 and R2 of the plan hold.
+
+    R1 needs a p value below 2.5% (one-sided t test over seeds that the gain is above 0; Holm's
+    first step of two), and an interval of each seed that excludes 0. R2 needs a mean share of at
+    least 30%. `passes` counts for the doses up to 5,600 steps of `kerple_log`, with three seeds.
+    """
+    rows = []
+    for (dose, name), group in table.groupby(["dose", "embedding"], sort=False):
+        several = len(group) > 1
+        p = ttest_1samp(group.gain, 0, alternative="greater").pvalue if several else math.nan
+        r1 = bool(p < 0.025 and (group.gain_low > 0).all())
+        r2 = bool(group.share.mean() >= 0.3)
+        rows.append(
+            {"dose": dose, "embedding": name, "seeds": len(group), "gain": group.gain.mean(),
+             "p": p, "share": group.share.mean(), "change": group.change.mean(),
+             "R1": r1, "R2": r2, "passes": r1 and r2}
+        )  # fmt: skip
+    return pd.DataFrame(rows)
+
+
+@pictures.in_style()
+def by_dose(table: pd.DataFrame) -> Any:
+    """Draw the share by the number of steps: the mean of each embedding, and a dot for each run."""
+    figure, (axes,) = pictures.panels("Share of the pointer's gain that the model takes, by steps")
+    for place, (name, group) in enumerate(table.groupby("embedding", sort=False)):
+        steps, colour = group.dose.astype(int), f"C{place}"
+        mean = group.share.groupby(steps).mean()
+        axes.plot(mean.index, mean, color=colour, label=name, marker="")
+        axes.plot(steps, group.share, ls="", marker="o", ms=4, color=colour)
+    axes.axhline(0.3, color="grey", lw=1)
+    axes.set(xlabel="steps of 2,048 tokens", ylabel="share", xscale="log")
+    steps = table.dose.astype(int)
+    pictures.plain_ticks(axes.xaxis, steps.min(), steps.max())
+    axes.legend()
+    return figure
+
+
 @pictures.in_style()
 def drawn(table: pd.DataFrame, title: str) -> Any:
     """Draw the share of the headroom that each model takes, with its interval."""
     figure, (axes,) = pictures.panels(f"Share of the pointer's gain that the model takes: {title}")
+    names = list(dict.fromkeys(table.embedding))
     for place, (name, share, low, high) in enumerate(shares(table)):
-        axes.errorbar(share, place, xerr=[[share - low], [high - share]], marker="o", capsize=3)
+        error, colour = [[share - low], [high - share]], f"C{names.index(table.embedding[place])}"
+        axes.errorbar(share, place, xerr=error, marker="o", capsize=3, color=colour)
         axes.annotate(name, (high, place), xytext=(8, 0), textcoords="offset points", va="center")
     axes.axvline(0, color="grey", lw=1)
-    axes.set(xlabel="share (95% interval over documents)", yticks=[])
+    axes.set(xlabel="share (95% interval over documents, where there are enough)", yticks=[])
     axes.margins(x=0.3)
+    axes.invert_yaxis()
     return figure
 
 
 def shares(table: pd.DataFrame) -> Iterator[tuple[str, float, float, float]]:
-    """Yield (name, share, low, high) of each cell; low and high are the share without interval."""
+    """Yield (name, share, low, high) of each cell. Without an interval, all three are the share."""
     for each in table.to_dict("records"):
         axes = [str(value) for value in list(each.values())[: list(each).index("W")]]
         low, high = (
             each["share"] if pd.isna(each[key]) else each[key]
             for key in ("share_low", "share_high")
         )
-        yield " ".join(axes), each["share"], low, high
+        yield f"{' '.join(axes[:-1])}, seed {axes[-1]}", each["share"], low, high
 
 
 if __name__ == "__main__":

@@ -80,5 +80,25 @@ def test_a_row_of_the_study_is_what_the_plan_defines(tmp_path):
     assert (found["gain"], found["headroom"], found["headroom_alone"]) == (0.02, 0.05, 0.08)
     table = pd.DataFrame([found, found | {"share_low": None, "share_high": None}])
     with_interval, without = recipe.shares(table)
-    assert with_interval == ("short 7", pytest.approx(0.4), 0.2, 0.6)
-    assert without == ("short 7", *[pytest.approx(0.4)] * 3)
+    assert with_interval == ("short, seed 7", pytest.approx(0.4), 0.2, 0.6)
+    assert without == ("short, seed 7", *[pytest.approx(0.4)] * 3)
+
+
+def test_the_plans_criteria_by_hand():
+    """Gains 1, 2, 3 have t = 2 / (1 / sqrt(3)) = 3.46, one-sided p = 0.037 with two degrees."""
+    rows = [
+        {"dose": dose, "embedding": "kerple_log", "gain": gain, "gain_low": low, "share": share,
+         "change": -0.1}
+        for dose, gains, low, share in (
+            ("700", (1.0, 2.0, 3.0), 0.1, 0.5),
+            ("1400", (2.0, 2.1, 2.2), 0.1, 0.29),
+            ("2800", (2.0, 2.1, 2.2), -0.1, 0.5),
+            ("5600", (2.0, 2.1, 2.2), 0.1, 0.3),
+        )
+        for gain in gains
+    ]  # fmt: skip
+    found = script("recipe").decide(pd.DataFrame(rows)).set_index("dose")
+    assert found.p["700"] == pytest.approx(0.0371, abs=1e-4)
+    assert found.R1.tolist() == [False, True, False, True]
+    assert found.R2.tolist() == [True, False, True, True]
+    assert found.passes.tolist() == [False, False, False, True] and set(found.seeds) == {3}

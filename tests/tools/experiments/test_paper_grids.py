@@ -23,7 +23,8 @@ COUNTS = {
     "table3.yml": 90, "xl.yml": 45, "table5.yml": 45, "table6.yml": 75, "released.yml": 6,
     "stand_in.yml": 24, "stand_in_lr.yml": 24, "stand_in_backends.yml": 10,
     "stand_in_fused.yml": 10, "stand_in_terms.yml": 45, "length_tasks.yml": 231,
-    "recipe_screen.yml": 8, "recipe_constant.yml": 12, "recipe_dose.yml": 48, "seconds_per_step.yml": 10, "wikitext103.yml": 6,
+    "recipe_screen.yml": 8, "recipe_constant.yml": 12, "recipe_dose.yml": 48,
+    "seconds_per_step.yml": 10, "wikitext103.yml": 6,
 }  # fmt: skip
 
 
