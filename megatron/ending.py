@@ -38,7 +38,7 @@ def is_member() -> bool:
 
 
 def end_now(code: int) -> NoReturn:
-    """End this process at once. Before that, release what other processes wait for.
+    """Release the leases that other processes wait for, and end this process.
 
     Args:
         code: The exit code.

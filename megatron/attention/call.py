@@ -217,7 +217,7 @@ def _tempered(call: Call) -> Tensor:
 
 
 def document_starts(ended_BS: Tensor) -> Tensor:
-    """Return the position of the first token of each token's document, int64 [batch, tokens].
+    """Return, for each token, the position at which its document starts, int64 [batch, tokens].
 
     Args:
         ended_BS: True at the last token of each document, bool [batch, tokens].

@@ -193,7 +193,9 @@ def _rotated(call: Call) -> tuple[Tensor, Tensor]:
 
 
 def _serving_transforms(backend: str) -> str:
-    """Return the name of a backend that works inside torch.func (`grad`, `vmap` and so on).
+    """Return `backend`. For "auto" inside torch.func, return a backend that works there.
+
+    torch.func has `grad`, `vmap` and other transforms.
 
     Raises:
         AttentionError: The user chose a backend that does not work inside torch.func.

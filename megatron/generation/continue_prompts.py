@@ -26,9 +26,9 @@ class GenerationOptions:
     """The settings for generating text.
 
     Attributes:
-        read_prompts: A function that returns a list of prompts, or None. None means that the model
-            writes one text without a prompt, after an end-of-document token. Only rank 0 calls the
-            function.
+        read_prompts: A function that returns a list of prompts. If the function returns None, the
+            model writes one text without a prompt, after an end-of-document token. Only rank 0
+            calls the function.
         max_new_tokens: The largest number of tokens of a continuation.
         sampling: The settings for choosing tokens.
         stops: The stop sequences. A continuation ends before the first stop sequence in it.
@@ -38,8 +38,8 @@ class GenerationOptions:
         batch_size: The number of continuations that are generated at the same time.
         samples: The number of continuations of each prompt. Each continuation has its own random
             generator.
-        interactive: If true, `read_prompts` is called again after its prompts are continued. None
-            then means that there are no more prompts.
+        interactive: If true, `read_prompts` is called again and again, each time after its prompts
+            are continued, until it returns None.
         as_json: If true, write one JSON object per continuation. If false, write plain text, and
             write a single continuation while it is generated.
     """

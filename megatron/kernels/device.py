@@ -140,7 +140,7 @@ def store_rows(
 
 @triton.jit
 def table_distance(i, j, m0, n0, offset, queries):
-    """Return the query-key distances of a tile, as indices of a table over distances."""
+    """Return the query-key distances of a tile, limited to the rows of a table over distances."""
     # `i` and `j` count from the tile's first key, at position n0. All indices must exist in the
     # table. Therefore future keys get the distance 0, and rows past the last query get its
     # distances. Without a table, the result is not used, and the compiler removes this code.

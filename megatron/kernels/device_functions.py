@@ -47,7 +47,7 @@ class DeviceFunctions:
     reads_position: bool = False
 
     def needs(self, dropout: bool, terms: bool = False) -> Needs:
-        """Return the properties of an attention call that determine how many registers are needed.
+        """Return the properties of an attention call on which its kernels' registers depend.
 
         Args:
             dropout: Whether there is dropout.

@@ -93,7 +93,7 @@ class hidden_layer(sympy.Function):
 
     @property
     def columns(self) -> tuple[tuple[Any, ...], ...]:
-        """The symbols of the hidden units: (all w_k, all b_k, all v_k)."""
+        """The symbols that are columns of theta, as (all w_k, all b_k, all v_k)."""
         width = len(self.args) // 3
         return tuple(self.args[1 + n * width :][:width] for n in range(3))
 

@@ -137,7 +137,7 @@ def ends_of(seen, MASKED: tl.constexpr):
 
 @triton.jit
 def key_tile_at(n, seen, terms, MASKED: tl.constexpr):
-    """Return the first key of a tile, given the variable `n` of a loop over tiles of keys."""
+    """Return the first key of the tile that a loop over tiles of keys visits at the counter `n`."""
     if MASKED and len(terms.first):
         n = tl.where(n < seen.past, n - (seen.past - seen.lead), n)
     return n

@@ -67,7 +67,7 @@ def device_functions(bias: bool, weight: bool) -> DeviceFunctions:
 
 @triton.jit
 def by_distance(x, R: tl.constexpr):
-    """Return the sums of the entries of a square tile at each query-key distance."""
+    """Sum a square tile [R, R] along its diagonals, and return two tensors of sums, each [R]."""
     r = tl.arange(0, R)[:, None]
     e = tl.arange(0, R)[None, :]
     # The entry in row r and column c is at distance D + r - c. Element e of the first result is

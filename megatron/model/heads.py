@@ -72,12 +72,13 @@ def normed_heads(
 
 
 def divide_heads(qkv_BKTW: Tensor, size: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Divide the heads of the QKV projection into queries, keys and values.
+    """Separate the queries, keys and values in the output of the QKV projection.
 
     Return q [batch, query heads, positions, size], and k and v [batch, key heads, positions, size].
 
     Args:
-        qkv_BKTW: The output of the projection, divided by `by_key_heads` into key heads.
+        qkv_BKTW: The output of the projection, with one block for each key head, as `by_key_heads`
+            returns it.
         size: The head size.
     """
     group = qkv_BKTW.shape[-1] // size - 2

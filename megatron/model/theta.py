@@ -102,7 +102,10 @@ def trained_theta(pos: PositionalEmbedding, parts: Sequence[Tensor]) -> Tensor:
 
 
 def _joined(parts: Sequence[Tensor], first: list[int], second: list[int]) -> Tensor:
-    """Merge two tensors whose columns have the indices `first` and `second` in theta."""
+    """Merge two tensors into one, with the columns in theta's order.
+
+    `first` has the index in theta of each column of `parts[0]`, and `second` of `parts[1]`.
+    """
     order = [*first, *second]
     return torch.cat(tuple(parts), dim=1)[:, sorted(range(len(order)), key=order.__getitem__)]
 

@@ -159,7 +159,11 @@ def _train(
     tokens: Tensor,
     received: Any,
 ) -> None:
-    """Follow the schedule as DeepSpeed's engine does, and record the memory in `step`."""
+    """Follow the schedule as DeepSpeed's engine does, and record in `step` what `live` counts.
+
+    Args:
+        received: What the stage receives from the stage before it.
+    """
     # As in DeepSpeed, a stage has one buffer to send and receive hidden states, and copies each
     # tensor that it receives twice. The last stage frees old logits when new ones replace them.
     done, inputs, outputs, loss = 0, {}, {}, None

@@ -189,14 +189,14 @@ def why_not_measured(folder: Path, record: Record) -> str:
 
 
 def other_measurement(path: Path, table: Frame, record: Record) -> str:
-    """Return a text that names the settings of a table that differ from those of the run.
+    """Compare the settings with which a table was measured with those of the run.
 
-    If the settings agree, return "".
+    Return a text that names the settings that differ, or "" if all agree.
 
     Args:
         path: The path of the table.
         table: The table of results.
-        record: The record of the run's inputs.
+        record: The record of the run's inputs, which contains the run's settings.
     """
     # Settings without a column in `table` are not compared.
     asked = record.config.get

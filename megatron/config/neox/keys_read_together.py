@@ -180,9 +180,10 @@ KEYS = READ.keys() | _PRECISION
 
 
 def add_notes(out: Translation) -> None:
-    """Add notes to `out`: that nothing is saved, or that DAPE's `kerple` differs from `kerple_log`.
+    """Add a note to `out` if the run saves no checkpoint, and one if the config uses `kerple`.
 
-    In DAPE, each layer has its own parameters of `kerple`. In this project, all layers share them.
+    `kerple` is the name of `kerple_log` in the code of the paper DAPE. There, each layer has its
+    own parameters. In this project, all layers share the parameters.
     """
     if "save_interval" in out.given and "save" not in out.given:
         out.notes.append("save_interval: nothing is saved, because `save` names no folder")

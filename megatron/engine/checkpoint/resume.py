@@ -87,7 +87,8 @@ class Start:
     ) -> TrainingProgress:
         """Load the training state into the engine, and return the counters at the job's start.
 
-        Every rank must call this method. If `self.resumes` is false, only the step is set.
+        If `self.resumes` is false, no state is loaded, and the engine only gets the number of its
+        first step. Every rank must call this method.
         """
         step = self.progress.step
         if self.saved is not None and self.resumes:

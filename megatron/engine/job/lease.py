@@ -192,7 +192,7 @@ def _wait_for_end(path: Path, content: str, key: str, deadline: float) -> None:
         deadline: The time (of `time.monotonic`) at which to give up.
 
     Raises:
-        CheckpointError: The holder is alive, or the deadline has passed.
+        CheckpointError: The holder is alive, or this was still unknown at the deadline.
     """
     # If this machine cannot check the holder's process, the holder counts as dead after LIFETIME
     # seconds without a heartbeat. A holder's process that still exists then is an error.

@@ -114,8 +114,8 @@ class RunLog(AbstractContextManager):
         """Print one line on stdout and append it to `log.txt`.
 
         If `text` is too wide for the terminal, the terminal shows the first text of `shorter` that
-        fits, or the last one. If the disk of stdout or of `log.txt` is full, the line is missing
-        there. If stdout is redirected to `log.txt`, the line is written only once.
+        fits. If none fits, it shows the last one. A file on a full disk misses the line. If
+        stdout is redirected to `log.txt`, the line is written only once.
         """
         # Stdout is redirected to `log.txt` in a cell of a sweep.
         if not self.is_main:

@@ -51,7 +51,7 @@ class TensorBoard:
 
     Args:
         folder: The folder of the run's event files, created if it does not exist.
-        texts: Maps the names of texts in Markdown about the run to the texts.
+        texts: Texts that describe the run, in Markdown, by the name of each text.
 
     Raises:
         RunLogError: The package tensorboard is not installed, or `folder` cannot be written.

@@ -173,8 +173,8 @@ class Subject:
         model: The model.
         groups: The job's process groups.
         batch_tokens: The approximate number of tokens in a forward pass.
-        tick: A function that gets the number of tokens of each finished batch.
-        loss_fn: The function that returns the loss of each target. None means `model`.
+        tick: A function that is called after each batch, with the batch's number of tokens.
+        loss_fn: The function that returns the loss of each target. If None, `model` is called.
         name: A text that names the model in the report.
     """
 

@@ -94,7 +94,7 @@ def predictions(sequences_nT: np.ndarray, window: int) -> dict[str, np.ndarray]:
 
     Args:
         sequences_nT: The tokens of n sequences, int64 [n, T].
-        window: The number of tokens that count as near.
+        window: The last `window` tokens before a target are near, and all earlier ones are far.
 
     Returns:
         A dict of three arrays [n, T - 1, orders]. The pointers of "all" copy from all earlier
