@@ -16,7 +16,7 @@ import argparse
 import json
 import math
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -46,7 +46,7 @@ def main() -> int:
         if record is None or record.state != "finished":
             print(f"{cell.name} is not finished", file=sys.stderr)
             continue
-        measure(cell)
+        measure(cell, RunFolder(cell.folder).suite)
         found.append(row(cell))
     if not found:
         return 1
@@ -63,23 +63,28 @@ def main() -> int:
     return 0
 
 
-def measured(cell: Cell) -> Path:
-    """Return the file that the suite writes last for a cell."""
-    return RunFolder(cell.folder).suite / DATA
+def measure(cell: Cell, folder: Path, overrides: Sequence[str] = ()) -> None:
+    """Run the suite on a cell, unless `folder` has its report.
 
-
-def measure(cell: Cell) -> None:
-    """Run the suite on a cell, unless it has a report."""
-    if measured(cell).exists():
+    Args:
+        overrides: Config keys of this measurement, such as "sliding_window_width=127".
+    """
+    if (folder / DATA).exists():  # the suite writes this file last
         return
     length = cell.config().model.seq_length
     lengths = f"eval_lengths={[times * length for times in TIMES]}"
-    run_suite(load_config(cell.configs, [*cell.overrides, lengths]), cell.folder)
+    config = load_config(cell.configs, [*cell.overrides, lengths, *overrides])
+    run_suite(config, cell.folder, out=folder)
+
+
+def found_by_suite(folder: Path) -> dict[str, Any]:
+    """Return the measures in the suite's report."""
+    return json.loads((folder / DATA).read_text())["measures"]
 
 
 def row(cell: Cell) -> dict[str, Any]:
     """Return the results of a cell as the plan defines them."""
-    found = json.loads(measured(cell).read_text())["measures"]
+    found = found_by_suite(RunFolder(cell.folder).suite)
     length = cell.config().model.seq_length
     pointer = found["pointer"]["rows"][0]
     by_length = {each["length"]: each["value"] for each in found["by_length"]["rows"]}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import math
 from types import SimpleNamespace
 
 import pandas as pd
@@ -17,6 +18,11 @@ from tools.experiments.grid import read_grid
 GRID = next(path for path in GRIDS if path.name == "seconds_per_step.yml")
 
 
+@pytest.fixture(autouse=True)
+def lab_on_the_path(monkeypatch):
+    monkeypatch.syspath_prepend(ROOT / "docs" / "lab")  # one script reads another
+
+
 def script(name):
     """Return a script of docs/lab as a module; docs/lab is no package."""
     spec = importlib.util.spec_from_file_location(name, ROOT / "docs" / "lab" / f"{name}.py")
@@ -24,6 +30,11 @@ def script(name):
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
+
+
+def write_report(folder, measures):
+    folder.mkdir(parents=True)
+    (folder / "report.json").write_text(json.dumps({"measures": measures}))
 
 
 def test_the_seconds_are_the_median_after_the_warm_up(tmp_path, monkeypatch, capsys):
@@ -70,10 +81,9 @@ def test_a_row_of_the_study_is_what_the_plan_defines(tmp_path):
         folder=tmp_path, axes={"recipe": "short"}, seed=7,
         config=lambda: SimpleNamespace(model=SimpleNamespace(seq_length=128)),
     )  # fmt: skip
-    file = recipe.measured(cell)
-    file.parent.mkdir(parents=True)
-    file.write_text(json.dumps({"measures": measures}))
-    recipe.measure(cell)  # has a report, so it is not measured again
+    folder = RunFolder(tmp_path).suite
+    write_report(folder, measures)
+    recipe.measure(cell, folder)  # has a report, so it is not measured again
     found = recipe.row(cell)
     assert (found["recipe"], found["seed"], found["W"]) == ("short", 7, 128)
     assert found["share"] == pytest.approx(0.4) and found["change"] == pytest.approx(-0.1)
@@ -102,3 +112,55 @@ def test_the_plans_criteria_by_hand():
     assert found.R1.tolist() == [False, True, False, True]
     assert found.R2.tolist() == [True, False, True, True]
     assert found.passes.tolist() == [False, False, False, True] and set(found.seeds) == {3}
+
+
+def test_a_retrofit_is_compared_with_more_training_and_with_a_window(tmp_path):
+    """ln 1.1 and ln 1.2: mean 13.8, deviation 6.15, t = 12.7 with one degree of freedom."""
+    retrofit = script("retrofit")
+    rows = []
+    for seed, (more, window, new) in {1: (10.0, 10.0, 11.0), 2: (20.0, 25.0, 24.0)}.items():
+        for method, value, gain in (("more", more, 0.0), ("window", window, 0.0), ("x", new, 0.1)):
+            rows.append(
+                {"method": method, "seed": seed, "perplexity_128": 1.0, "perplexity_2048": value,
+                 "gain": gain + seed / 100}
+            )  # fmt: skip
+    found = pd.DataFrame(retrofit.differences(pd.DataFrame(rows))).set_index(["method", "than"])
+    assert set(found.index) == {
+        ("more", "window"),
+        ("window", "more"),
+        ("x", "more"),
+        ("x", "window"),
+    }
+    one = found.loc[("x", "more")]
+    logs = 100 * math.log(1.1), 100 * math.log(1.2)
+    assert one.ppl == pytest.approx(sum(logs) / 2) and one.seeds == 2
+    half = 12.7062 * (logs[1] - logs[0]) / 2
+    assert (one.ppl_low, one.ppl_high) == pytest.approx((one.ppl - half, one.ppl + half), rel=1e-4)
+    assert one.gain == pytest.approx(0.1)
+    # a t value T has the one-sided p value atan(1 / T) / pi with one degree of freedom
+    t_value = (sum(logs) / 2) / ((logs[1] - logs[0]) / 2)
+    assert one.ppl_p == pytest.approx(1 - math.atan(1 / t_value) / math.pi, rel=1e-6)
+    assert retrofit.interval(pd.Series([3.0]))[0] == 3.0
+
+
+def test_the_runs_of_more_are_also_measured_with_a_window(tmp_path, monkeypatch):
+    retrofit, asked = script("retrofit"), []
+    twin = {"documents": 9, "taken": 0.1, "taken_low": 0.0, "taken_high": 0.2}
+    measures = {
+        "pointer": {"rows": [twin]}, "copy": {"answer": []}, "induction": {"answer": 128},
+        "by_length": {"rows": [{"length": n * 128, "value": n} for n in retrofit.TIMES]},
+    }  # fmt: skip
+
+    def measure(cell, folder, overrides):
+        asked.append((folder.name, overrides))
+        write_report(folder, measures)
+
+    monkeypatch.setattr(retrofit, "measure", measure)
+    cell = SimpleNamespace(
+        folder=tmp_path, axes={"method": "more"}, seed=7,
+        config=lambda: SimpleNamespace(model=SimpleNamespace(seq_length=128)),
+    )  # fmt: skip
+    found = list(retrofit.rows_of(cell))
+    assert asked == [("suite", ()), ("suite_window", ("sliding_window_width=127",))]
+    assert [row["method"] for row in found] == ["more", "window"]
+    assert found[0]["perplexity_2048"] == 16 and found[0]["gain"] == 0.1

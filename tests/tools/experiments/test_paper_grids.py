@@ -24,7 +24,7 @@ COUNTS = {
     "stand_in.yml": 24, "stand_in_lr.yml": 24, "stand_in_backends.yml": 10,
     "stand_in_fused.yml": 10, "stand_in_terms.yml": 45, "length_tasks.yml": 231,
     "recipe_screen.yml": 8, "recipe_constant.yml": 12, "recipe_dose.yml": 48,
-    "seconds_per_step.yml": 10, "wikitext103.yml": 6,
+    "retrofit_base.yml": 3, "retrofit.yml": 27, "seconds_per_step.yml": 10, "wikitext103.yml": 6,
 }  # fmt: skip
 
 
@@ -50,6 +50,8 @@ def test_every_cell_composes(name):
     for cell in [cell for cell in found if cell.seed == found[0].seed]:
         config = cell.config()
         embedding = cell.axes.get("embedding", "kerple_log")
+        if name == "retrofit.yml":
+            embedding = config.model.pos_emb.replace(" + ", "+")
         assert (
             config.model.pos_emb == embedding.replace("+", " + ")
             and config.training.seed == cell.seed
@@ -59,9 +61,11 @@ def test_every_cell_composes(name):
         if name == "recipe_dose.yml":
             at = config.training.train_iters * 4 // 5
             start = f"runs/recipe_constant/{embedding}-{cell.seed}/global_step{at}"
+        if name == "retrofit.yml":
+            start = f"runs/retrofit_base/rotary-{cell.seed}"
         assert (config.checkpoint.save, config.checkpoint.load) == (str(cell.folder), start)
         sequences = 32
-        if name.startswith(("stand_in", "recipe")):
+        if name.startswith(("stand_in", "recipe", "retrofit")):
             sequences = 2048 // config.model.seq_length
         assert config.batch.train_batch_size == sequences
 

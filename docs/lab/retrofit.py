@@ -1,0 +1,132 @@
+"""Measure the runs of the study of retrofits (plan_retrofit.md), and write its tables and picture.
+
+    python docs/lab/retrofit.py configs/paper/retrofit.yml --out docs/results/retrofit
+
+The suite is run on each finished run, at 1 to 16 times the training length. A run that has a report
+already is not measured again, and a run that is not finished is named. The runs of the method
+`more` are measured a second time, with each layer limited to the training length: the method
+`window`.
+
+`retrofit.csv` has a row for each run, and `differences.csv` compares each method with `more` and
+`window`, paired by seed. The picture shows the perplexity by length of each method.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+from recipe import TIMES, found_by_suite, measure
+from scipy.stats import t, ttest_1samp
+
+from megatron import pictures
+from tools.experiments.grid import Cell, read_grid
+from tools.experiments.state import Record
+
+REFERENCES = ("more", "window")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("grid", type=Path)
+    parser.add_argument("--out", type=Path, required=True, help="folder for the tables and picture")
+    given = parser.parse_args(arguments)
+    rows = []
+    for cell in read_grid(given.grid).cells:
+        record = Record.read(cell.folder)
+        if record is None or record.state != "finished":
+            print(f"{cell.name} is not finished", file=sys.stderr)
+            continue
+        rows += rows_of(cell)
+    if not rows:
+        return 1
+    given.out.mkdir(parents=True, exist_ok=True)
+    table = pd.DataFrame(rows)
+    table.to_csv(given.out / "retrofit.csv", index=False, float_format="%.6g")
+    compared = pd.DataFrame(differences(table))
+    compared.to_csv(given.out / "differences.csv", index=False, float_format="%.4g")
+    pictures.save(drawn(table), given.out / "by_length.png")
+    print(table.to_string(index=False), compared.to_string(index=False), sep="\n\n")
+    return 0
+
+
+def rows_of(cell: Cell) -> Iterator[dict[str, Any]]:
+    """Measure a run, if it has no report, and yield its row; for "more", also that of "window"."""
+    length = cell.config().model.seq_length
+    methods = {str(cell.axes["method"]): ()}
+    if "more" in methods:
+        methods["window"] = (f"sliding_window_width={length - 1}",)
+    for name, overrides in methods.items():
+        folder = cell.folder / ("suite_window" if overrides else "suite")
+        measure(cell, folder, overrides)
+        found = found_by_suite(folder)
+        by_length = {row["length"]: row["value"] for row in found["by_length"]["rows"]}
+        twin = found["pointer"]["rows"][0]
+        yield {
+            "method": name,
+            "seed": cell.seed,
+            **{f"perplexity_{n}": by_length[n] for n in (time * length for time in TIMES)},
+            "gain": twin["taken"],
+            "gain_low": twin["taken_low"],
+            "gain_high": twin["taken_high"],
+            "documents": twin["documents"],
+            "copy": found["copy"]["answer"],
+            "induction": found["induction"]["answer"],
+        }
+
+
+def differences(table: pd.DataFrame) -> Iterator[dict[str, Any]]:
+    """Yield, for each method and reference, the mean differences paired by seed.
+
+    The difference of perplexities is that of their logarithms, in percent. `low` and `high` are
+    95% t intervals over seeds. `p_below` (of the perplexity) and `p_above` (of the gain) are
+    one-sided.
+    """
+    farthest = [name for name in table if name.startswith("perplexity_")][-1]
+    by_seed = table.set_index(["method", "seed"])
+    values = pd.DataFrame({"ppl": by_seed[farthest].map(math.log) * 100, "gain": by_seed.gain})
+    for name in dict.fromkeys(table.method):
+        for reference in REFERENCES:
+            if name == reference or reference not in values.index:
+                continue
+            both = (values.loc[name] - values.loc[reference]).dropna()
+            row = {"method": name, "than": reference, "seeds": len(both)}
+            for key, side in (("ppl", "less"), ("gain", "greater")):
+                mean, low, high = interval(both[key])
+                p = ttest_1samp(both[key], 0, alternative=side).pvalue
+                row |= {key: mean, f"{key}_low": low, f"{key}_high": high, f"{key}_p": p}
+            yield row
+
+
+def interval(values: pd.Series) -> tuple[float, float, float]:
+    """Return (mean, low, high) with a 95% t interval; low and high are NaN for a single value."""
+    n = len(values)
+    half = t.ppf(0.975, n - 1) * values.std() / math.sqrt(n) if n > 1 else math.nan
+    return values.mean(), values.mean() - half, values.mean() + half
+
+
+@pictures.in_style()
+def drawn(table: pd.DataFrame) -> Any:
+    """Draw the mean perplexity by length of each method."""
+    columns = [name for name in table if name.startswith("perplexity_")]
+    lengths = [int(name.removeprefix("perplexity_")) for name in columns]
+    means = table.groupby("method", sort=False)[columns].mean()
+    groups = pictures.divided([*means.iterrows()])
+    figure, plots = pictures.panels("Perplexity by length after a retrofit", len(groups))
+    for axes, group in zip(plots, groups, strict=True):
+        for name, row in group:
+            axes.plot(lengths, row, label=name)
+        axes.set(xlabel="length (tokens)", ylabel="perplexity", xscale="log", yscale="log")
+        pictures.plain_ticks(axes.xaxis, lengths[0], lengths[-1])
+        pictures.plain_ticks(axes.yaxis, means.min().min(), means.max().max())
+    pictures.label_lines(plots)
+    return figure
+
+
+if __name__ == "__main__":
+    sys.exit(main())
