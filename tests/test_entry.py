@@ -141,3 +141,12 @@ def test_another_broken_pipe_is_an_error():
     program = PROGRAM % "raise BrokenPipeError('of a worker')"
     done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (1, "error: of a worker\n")
+
+
+def test_a_model_is_built_without_torchs_compiler(repo_root):
+    """`torch._dynamo` takes a second to import, and `nn.Embedding` imports it to draw values."""
+    code = (
+        "import sys; from megatron.parallel.layers import ColumnLinear, VocabEmbedding;"
+        "VocabEmbedding(8, 4); ColumnLinear(4, 4); sys.exit('torch._dynamo' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", code], cwd=repo_root).returncode == 0

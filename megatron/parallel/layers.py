@@ -103,8 +103,9 @@ class VocabEmbedding(nn.Embedding):
     """
 
     def __init__(self, vocab_size: int, hidden_size: int, tp: TensorGroup = ALONE):
-        super().__init__(vocab_size // tp.size, hidden_size, device="meta")
-        self.to_empty(device=torch.get_default_device())
+        rows = vocab_size // tp.size
+        # Without `_weight`, torch would draw the values, which `initialise` draws again.
+        super().__init__(rows, hidden_size, _weight=torch.empty(rows, hidden_size))
         self.tp = tp
         mark_sharding(self.weight, Sharding(0), tp)
 
