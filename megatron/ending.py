@@ -38,13 +38,14 @@ def is_member() -> bool:
 
 
 def end_now(code: int) -> NoReturn:
-    """Release the leases that other processes wait for, and end this process.
+    """Call the functions in `GIVE_BACK`, and end this process without waiting for its threads.
+
+    The functions release what other processes wait for, such as the lease (reservation) of a run
+    folder. If they take longer than `LONGEST` seconds, this process ends before they return.
 
     Args:
         code: The exit code.
     """
-    # The functions in `GIVE_BACK` release for example the lease of a run folder. If they take
-    # longer than `LONGEST` seconds, the process ends without waiting for them.
 
     def give_back() -> None:
         for function in GIVE_BACK:

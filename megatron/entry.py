@@ -114,10 +114,10 @@ def refuse(text: str, code: int) -> "NoReturn":
 
 
 def reports(*known: "type[Exception]") -> "Callable[[Callable[..., int]], Callable[..., int]]":
-    """Return a decorator for `main` functions that prints expected errors without a traceback.
+    """Return a decorator that makes a `main` function print expected errors without a traceback.
 
-    If the decorated function raises an expected error, it prints `error: MESSAGE` and returns exit
-    code 1.
+    If `main` raises an expected error, the decorated function prints `error: MESSAGE` and returns
+    exit code 1.
 
     Args:
         known: The classes of expected errors. OSError and UserError are always expected.
@@ -152,7 +152,7 @@ def parser(description: "str | None") -> argparse.ArgumentParser:
 def number(
     kind: "type[int] | type[float]", low: float, high: float = float("inf")
 ) -> "Callable[[str], float]":
-    """Return a function that converts text to a number from `low` to `high`, for argparse.
+    """Return a function for argparse that converts text to a number from `low` to `high`.
 
     Args:
         kind: The type of the number, `int` or `float`.

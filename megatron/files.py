@@ -19,7 +19,7 @@ _GROWTH = 1 << 16
 
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """Yield a temporary path to write. At the end of the `with` block, rename that file to `path`.
+    """Yield a path for a temporary file. After the `with` block, rename this file to `path`.
 
     If the block raises an exception, `path` is left unchanged and the temporary file is removed.
     """
@@ -36,7 +36,7 @@ def replacing(path: Path) -> Iterator[Path]:
 
 @contextmanager
 def naming(path: Path) -> Iterator[None]:
-    """Name `path` in an OSError that the `with` block raises without a file name."""
+    """Add the file name `path` to an OSError of the `with` block that names no file."""
     try:
         yield
     except OSError as error:
@@ -59,10 +59,11 @@ def write_bytes(path: Path, content: bytes) -> None:
 def replace_table(path: Path, content: bytes | None) -> None:
     """Atomically replace the table in the file `path`, or remove the file.
 
+    If the earlier file has other content, it is kept under the name `NAME.previous`.
+
     Args:
         content: The new content. None removes the file.
     """
-    # If the earlier file has another content, it is kept under the name `NAME.previous`.
     old = read_small(path, 1 << 30) if path.exists() else None
     if old is not None and old != content:
         write_bytes(path.with_name(f"{path.name}.previous"), old)

@@ -86,8 +86,8 @@ def task() -> Task | None:
 def world_size() -> str:
     """Return the job's number of processes as text.
 
-    The number is the value of WORLD_SIZE. If that variable is not set, the number is that of the
-    launcher's tasks, or 1 without a launcher.
+    The number is the value of WORLD_SIZE. If this variable is not set, the number is the number of
+    tasks that srun or mpirun started. If neither of them started this process, the number is 1.
     """
     found = task()
     return os.environ.get("WORLD_SIZE") or str(found.size if found else 1)

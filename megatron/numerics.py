@@ -79,14 +79,14 @@ WIDE = Numerics()
 
 
 def in_floating_point(formula: Callable[..., Tensor | None]) -> Callable[..., Tensor | None]:
-    """Return a method like `formula` that computes with floating-point distances and positions.
+    """Return a method that calls `formula` with floating-point distances and positions.
 
-    The new method converts integer distances and positions to theta's dtype, but at least to fp32.
-    Then it calls `formula`.
+    The new method first converts the distances and positions to theta's dtype or to fp32, whichever
+    is wider. Then it calls `formula`.
 
     Args:
-        formula: A method of a positional embedding. Its arguments are theta, the distances and, in
-            some embeddings, the positions of the queries.
+        formula: A method of a positional embedding. Its arguments are theta (the learned
+            parameters), the distances and, in some embeddings, the positions of the queries.
     """
 
     # A formula that uses `d` itself, and not what `columns` returns, would else compute with whole

@@ -131,7 +131,7 @@ def tag_of(step: int) -> str:
 
 
 def is_checkpoint(folder: Path) -> bool:
-    """Return whether the folder is itself a checkpoint, of this project or a published one."""
+    """Return whether the folder is a checkpoint of this project, or a published checkpoint."""
     return (folder / RECORD).is_file() or is_published(folder)
 
 

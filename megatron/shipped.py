@@ -15,7 +15,7 @@ ROOT = _INSTALLED if (_INSTALLED / "train.py").is_file() else _BESIDE
 
 
 def find(path: Path | str) -> Path:
-    """Return the existing file that `path` means, or `path` itself if there is no such file.
+    """Return the path of the file that `path` names, or `path` itself if there is no such file.
 
     A file of the user takes precedence over a config that comes with the project. The ending `.yml`
     may be left out. The folder `configs/` of a config that comes with the project may also be left

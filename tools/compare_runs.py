@@ -53,10 +53,10 @@ def main() -> int:
 
 
 def contents(run: RunFolder) -> tuple[dict[str, Any], list[str], dict[str, Any]]:
-    """Return the contents of a run folder that are compared.
+    """Return those contents of a run folder that the tool compares.
 
     Returns:
-        (record of the last start, lines of the patch of the code, config).
+        (record of the last start, lines of the patch with uncommitted code changes, config).
 
     Raises:
         UserError: A file is missing or damaged.
@@ -77,7 +77,7 @@ def differences(before: str, a: Mapping[str, Any], b: Mapping[str, Any]) -> Iter
     """Yield a line of text for each value that differs between two nested dicts.
 
     Args:
-        before: A text for the start of each line.
+        before: The text with which each line begins.
         a, b: The dicts.
     """
     # The line is `BEFOREkey.inner: VALUE_A | VALUE_B`.
@@ -90,7 +90,10 @@ def differences(before: str, a: Mapping[str, Any], b: Mapping[str, Any]) -> Iter
 
 
 def later_losses(*runs: RunFolder) -> Iterator[str]:
-    """Yield a line of text for each metric that differs, with the first step of a difference."""
+    """Yield a line of text for each metric whose values differ between the runs.
+
+    The line contains the first step at which the values differ, and both values at this step.
+    """
     a, b = (
         {
             (name, row["step"]): value

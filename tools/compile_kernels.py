@@ -112,15 +112,15 @@ def variants() -> Iterator[Variant]:
 
 @lru_cache
 def kernel_of(name: str) -> tuple[PositionalEmbedding, DeviceFunctions, list[str]]:
-    """Return the distance kernel in `name`, its device functions, and the inputs of other terms.
-
-    The inputs are names of tensors.
+    """Return the distance kernel in `name`, and what else is needed to compile it.
 
     Args:
         name: The distance kernel, alone or with other terms of attention, as in
             `kerple_log + forget_gate`.
+
+    Returns:
+        (distance kernel, its device functions, names of the input tensors of the other terms).
     """
-    # The inputs are tensor names.
     names = name.split(" + ")
     tempered: Any = {"log_n": {"temper_bias": True}} if "tempered_bias" in names else {}
     names = [x.replace("tempered_bias", "log_n") for x in names]

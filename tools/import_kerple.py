@@ -69,7 +69,10 @@ def _checkpoint_in(folder: Path) -> Path:
 
 
 def _last_value(key: str, files: list[Path]) -> object:
-    """Return the value of `key` in the last of the YAML files that contain it, or None."""
+    """Return the value of `key` in the last YAML file that contains `key`.
+
+    If no file contains `key`, return None.
+    """
     # If several files contain `key`, the last one determines the value. The files may write `-`
     # instead of `_` in keys.
     value = None

@@ -21,7 +21,7 @@ SMALLEST = 257
 
 
 def train_tokenizer(texts: Sequence[str], size: int, out: Path) -> None:
-    """Train a tokenizer with `size` tokens on `texts`, and write its tokenizer.json to `out`.
+    """Train a tokenizer on `texts`, and write its tokenizer.json to `out`.
 
     Args:
         texts: Paths of text files and folders, or names of builtin corpora.

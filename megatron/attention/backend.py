@@ -36,7 +36,7 @@ class Request:
         training: Whether gradients are needed.
         dropout: Whether dropout is applied to the softmax weights.
         head_size: The head size, or None if it is not known.
-        masked: Whether documents or a window hide some earlier keys from a query.
+        masked: Whether documents or a window hide some keys from later queries.
         decays: Whether a forget gate lowers the logits.
     """
 
@@ -61,7 +61,8 @@ class Backend:
             in at least fp32.
         refusal: A function that returns why the backend does not support a request. It returns None
             if the backend supports the request.
-        remark: A function that returns a text for the log about a request. The text may be empty.
+        remark: A function that gets a request, and returns a text about it for the log. The text
+            may be empty.
         grouped: Whether k and v may have fewer heads than q.
         gives_lse: Whether `function` can return lse.
         tempers: A function that returns whether the backend multiplies the scores by the
@@ -90,10 +91,10 @@ def weighted(pos: PositionalEmbedding) -> bool:
 
 
 def constant(function: F) -> F:
-    """Decorate a function so that `torch.compile` treats its result as a constant.
+    """Decorate a function so that `torch.compile` treats the function's result as a constant.
 
-    The function runs once, at compile time. The compiled graph is valid only for calls in which the
-    function's first argument is the same object.
+    The function runs once, at compile time. The compiled graph is valid only as long as the
+    function's first argument is the same object as at compile time.
     """
 
     # by address, because torch 2.11 accepts only numbers, texts and the like

@@ -76,7 +76,7 @@ class Call:
 
     @property
     def masked(self) -> bool:
-        """Whether documents or a window hide some earlier keys from a query."""
+        """Whether documents or a window hide some keys from later queries."""
         return self.starts_BS is not None or self.window is not None
 
     @property
@@ -169,7 +169,10 @@ class Call:
         return (c_BHS[:, :, None] - c_BHT[..., None]).to(dtype)
 
     def with_null_key(self, logits_BHTS: Tensor) -> Tensor:
-        """Return the logits. An attention sink adds a column of logits, for the null key."""
+        """Return the logits, with one more column for the null key if there is an attention sink.
+
+        In this column, each head has the logit of its sink.
+        """
         if self.sink_H is None:
             return logits_BHTS
         null_H11 = self.sink_H.to(logits_BHTS.dtype)[:, None, None]
@@ -210,7 +213,7 @@ def lowered(call: Call, *, grouped: bool, tempered: bool = False) -> Call:
 
 
 def _tempered(call: Call) -> Tensor:
-    """Return q. Each query is multiplied by the embedding's temperature at the query's position."""
+    """Return the queries, each multiplied by the embedding's temperature at its position."""
     q_BHTE = call.q_BHTE
     t_HBT = call.pos.temperature(call.theta, call.temperature_positions())
     return (q_BHTE * t_HBT.transpose(0, 1)[..., None]).to(q_BHTE.dtype)
@@ -231,10 +234,10 @@ def starts_from_ids(ids_BS: Tensor) -> Tensor:
     """Return the position of the first token of each token's document, int64 [batch, tokens].
 
     Args:
-        ids_BS: The number of the document that contains each token [batch, tokens].
+        ids_BS: The id of the document to which each token belongs [batch, tokens].
 
     Raises:
-        ValueError: `ids_BS` is not [batch, tokens].
+        ValueError: `ids_BS` does not have two dimensions.
     """
     if ids_BS.dim() != 2:
         raise ValueError(f"ids must be [batch, tokens], not {list(ids_BS.shape)}: write ids[None]")

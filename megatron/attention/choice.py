@@ -127,9 +127,12 @@ def choose(backend: str, pos: PositionalEmbedding, **conditions: Any) -> Attenti
 
 
 def named(name: str, pos: PositionalEmbedding) -> Backend:
-    """Return the backend with this name. `pos` decides which of two backends `eager` means."""
-    # The name `eager` has a second meaning for an embedding that rounds as the released KERPLE
-    # code does (`PublishedNumerics`).
+    """Return the backend with this name.
+
+    The name `eager` stands for two backends. If `pos` rounds as the released KERPLE code does
+    (`PublishedNumerics`), the name means the backend of the module `published_numerics`. Otherwise
+    the name means the backend of the module `eager`.
+    """
     if name == "eager" and pos.numerics.published:
         return published_numerics.BACKEND
     return BACKENDS[name]
@@ -153,14 +156,14 @@ def refused(why: str, request: Request) -> AttentionError:
 
 
 def _layout(call: Call) -> tuple:
-    """Return the properties of a call on which its check depends, such as shapes and dtypes."""
+    """Return the properties of a call that decide whether the call is valid, such as shapes."""
     inputs = vars(call).values()
     shapes = ((x.shape, x.dtype, x.device) if isinstance(x, Tensor) else x for x in inputs)
     return *shapes, wants_gradients(call)
 
 
 def conditions(call: Call) -> dict[str, Any]:
-    """Return the properties of a call as keyword arguments of `choose`, such as its dtype."""
+    """Return the properties of a call, such as its dtype, as keyword arguments of `choose`."""
     drops = False  # the branch and `index` make numbers constant that torch.compile left open
     if call.dropout_p > 0.0:
         drops = True
@@ -177,14 +180,14 @@ def conditions(call: Call) -> dict[str, Any]:
 
 @constant
 def name_of_choice(pos: PositionalEmbedding, backend: str, **conditions: Any) -> str:
-    """Return the name of the backend that is chosen. The arguments are those of `choose`."""
+    """Return the name of the backend that `choose` selects for the same arguments."""
     return choose(backend, pos, **conditions).name
 
 
 def computed(backend: Backend, call: Call) -> Any:
     """Return the output of an attention call, without checking its inputs.
 
-    Return (output, lse) if the call asks for lse, the log-sum-exp of each softmax.
+    Return (output, lse) if the call asks for lse. lse is the log-sum-exp of each softmax.
 
     Raises:
         AttentionError: The call asks for lse, but the backend cannot return it.

@@ -20,8 +20,10 @@ from megatron.attention.call import Call
 
 
 def has_values(x: Tensor) -> bool:
-    """Return whether the values of a tensor can be read, as is usual outside of traced code."""
-    # Not inside `torch.compile` or torch.func, and not on the device meta.
+    """Return whether the values of a tensor can be read.
+
+    They cannot be read inside `torch.compile` or torch.func, or on the device meta.
+    """
     return not (torch.compiler.is_compiling() or is_transformed() or x.is_meta)
 
 
@@ -58,7 +60,11 @@ def contained(run: Callable[[Call], Any], call: Call) -> Any:
 
 
 def _cleaned(call: Call) -> tuple[Call, Tensor]:
-    """Return a call with zeros instead of NaN and infinity, and a mask of affected queries."""
+    """Return a call with zeros instead of NaN and infinity, and a mask of affected queries.
+
+    A query is affected if it contains NaN or infinity, or if it sees a key, a value or a decay that
+    contains NaN or infinity. The mask is bool [batch, heads, queries].
+    """
     q_BHTE, k_BKSE, decay_BHS = call.q_BHTE, call.k_BKSE, call.decay_BHS
     key_heads, keys = k_BKSE.shape[1:3]
     bad_BKS = ~(k_BKSE.isfinite() & call.v_BKSE.isfinite()).all(-1)

@@ -142,10 +142,10 @@ def _of_one_dtype(*qkv: Tensor) -> tuple[Tensor, ...]:
 
 
 def _offset(query_offset: int | None, queries: int, keys: int) -> int:
-    """Return the position of the first query. If it is not given, it is 0.
+    """Return the position of the first query. If `query_offset` is None, the position is 0.
 
     Raises:
-        AttentionError: The position is not given, but the numbers of queries and keys differ.
+        AttentionError: `query_offset` is None, but the numbers of queries and keys differ.
     """
     if query_offset is not None:
         return query_offset
@@ -193,12 +193,14 @@ def _rotated(call: Call) -> tuple[Tensor, Tensor]:
 
 
 def _serving_transforms(backend: str) -> str:
-    """Return `backend`. For "auto" inside torch.func, return a backend that works there.
+    """Return the name of a backend that works inside transforms of torch.func, such as `vmap`.
 
-    torch.func has `grad`, `vmap` and other transforms.
+    If this code runs inside a transform, "auto" becomes "eager". If not, or under `torch.compile`,
+    the result is `backend`.
 
     Raises:
-        AttentionError: The user chose a backend that does not work inside torch.func.
+        AttentionError: This code runs inside a transform, and `backend` is neither "auto" nor
+            "eager".
     """
     if torch.compiler.is_compiling() or backend == "eager" or not is_transformed():
         return backend

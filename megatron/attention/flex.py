@@ -136,7 +136,14 @@ def score_mod_of(
 
 
 def tabulated(pos: PositionalEmbedding, theta_HN: Tensor, length: int, offset: int) -> ScoreMod:
-    """Return a `score_mod` that loads the embedding's values from tables over distances."""
+    """Return a `score_mod` that loads the embedding's values from tables over distances.
+
+    Args:
+        pos: The positional embedding.
+        theta_HN: The embedding's parameters [heads, parameters].
+        length: The number of keys.
+        offset: The position of the first query.
+    """
     d = torch.arange(length, device=theta_HN.device)
     # The tables have values for the distances 0 ... length - 1.
     bias_HS, weight_HS = pos.bias(theta_HN, d), pos.weight(theta_HN, d)

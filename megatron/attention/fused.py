@@ -90,9 +90,12 @@ def functions_of(pos: PositionalEmbedding) -> tuple[DeviceFunctions, str]:
 @constant  # because sympy reads the formula
 @lru_cache(maxsize=64)
 def code_of(pos: PositionalEmbedding) -> tuple[str, bool, Columns | None]:
-    """Return the name of an embedding's Triton functions, and two properties of these functions."""
-    # The name under which `kerple::fused` finds the functions, whether they read a table, and the
-    # columns of theta that belong to a layer of hidden units (or None).
+    """Return the name of an embedding's Triton functions, and two properties of these functions.
+
+    The result is (code, tabulated, layer). `kerple::fused` finds the functions by the name `code`.
+    `tabulated` is true if the functions read a table. `layer` has the columns of theta that belong
+    to a layer of hidden units. `layer` is None if there is no such layer.
+    """
     functions, _ = functions_of(pos)
     code = operations.register(pos.name, functions)
     return code, functions.tabulated, functions.layer and functions.layer.columns
@@ -172,8 +175,9 @@ def _inputs(call: Call, tabulated: bool, layer: Columns | None) -> tuple[Tensor 
 def tabulate(pos: PositionalEmbedding, theta_HN: Tensor, length: int, scale: float) -> Tensor:
     """Return a table of an embedding's bias and weight at the distances 0 ... `length` - 1.
 
-    The table has one row for each head: the bias divided by `scale` at all distances, then the
-    weight at all distances. If the embedding has no bias or no weight, the row does not contain it.
+    The table has one row for each head. The row contains the bias divided by `scale` at all
+    distances, then the weight at all distances. If the embedding has no bias, the row contains only
+    the weight. If the embedding has no weight, the row contains only the bias.
     """
     d = torch.arange(length, device=theta_HN.device)
     bias_HS, weight_HS = pos.bias(theta_HN, d), pos.weight(theta_HN, d)

@@ -138,7 +138,7 @@ def fused(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
     schema=f"(Tensor grad, {_RESULTS}, {_FUSED}, bool need_rows) -> Tensor[]",
 )
 def fused_backward(*arguments: Any) -> list[Tensor]:
-    """Return the gradients of attention by Triton kernels, without those that are not needed."""
+    """Return a list of the needed gradients of attention, computed by Triton kernels."""
     count = 4 + _TENSORS
     *numbers, need_rows = arguments[count:]
     found = fused_gradients(setting_of(*numbers), need_rows, *arguments[:count])
@@ -167,8 +167,15 @@ def _save(ctx: Any, inputs: tuple, output: Tensor | tuple[Tensor, ...]) -> None:
 
 
 def _differentiate(backward: Any, learned: int, ctx: Any, grad_BHTE: Tensor, *_: Any) -> tuple:
-    """Return one gradient for each argument of an attention operation."""
-    # `learned` arguments between v and the pair (decay, sink) may have a gradient.
+    """Return one gradient for each argument of an attention operation.
+
+    Args:
+        backward: The operation that computes the gradients.
+        learned: The number of arguments between v and the pair (decay, sink). All of them may have
+            a gradient.
+        ctx: The autograd context, in which `_save` has stored the arguments.
+        grad_BHTE: The gradient of the attention output.
+    """
     saved, needs = ctx.saved_tensors, ctx.needs_input_grad[3 : 3 + learned]
     terms = saved[-_TENSORS:][3 + learned : 5 + learned]
     found = iter(backward(grad_BHTE, *saved, *ctx.numbers, *needs))

@@ -80,10 +80,10 @@ def load_for(processes: int | str, arguments: argparse.Namespace, *overrides: st
 
 
 def sharing_layout(processes: int | str) -> tuple[str, ...]:
-    """Return config overrides for a layout in which all processes share one model.
+    """Return config overrides that split one model over all processes.
 
-    The overrides set the degree of tensor parallelism to `processes`. With this layout, the model
-    can be used but not trained.
+    The overrides set the degree of tensor parallelism to `processes`. With these overrides, the
+    model can be used but not trained.
 
     Args:
         processes: The number of processes.
@@ -104,9 +104,9 @@ def sharing_layout(processes: int | str) -> tuple[str, ...]:
 def load_for_use_or_exit(arguments: argparse.Namespace, run: Path, *overrides: str) -> Config:
     """Load the config for using, but not training, the model in the run folder `run`.
 
-    All processes of the job share the model by tensor parallelism. If the command line names no
-    config file, the config is the run's `config.yml`. If that file is missing, or if the config has
-    problems, print the reason and exit.
+    In this config, tensor parallelism splits the model over all processes of the job. If the
+    command line names no config file, the config is the run's `config.yml`. If that file is
+    missing, or if the config has problems, print the reason and exit.
 
     Args:
         arguments: The command line, parsed by the parser that `config_parser` returns.

@@ -14,9 +14,10 @@ _path_list = texts("a list of paths", "e.g. [data/a, data/b]")
 
 
 def _paths(value: Any) -> str | tuple[str, ...]:
-    """Check one path or a list of paths, and return it."""
-    # One path, or a list with one path, is returned as a str. Several paths are returned as a
-    # tuple.
+    """Check one path or a list of paths, and return the checked value.
+
+    One path, or a list with one path, is returned as a str. Several paths are returned as a tuple.
+    """
     paths = _path_list(value)
     if not paths:
         raise ValueError("an empty list names no data; write a shard prefix")

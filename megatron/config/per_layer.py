@@ -73,7 +73,7 @@ def layers_of(value: Any, num_layers: int) -> list[Any]:
 
 
 def problem_of(value: Any, num_layers: int) -> str | None:
-    """Return an error text if the groups do not define exactly `num_layers` layers, or None.
+    """Return an error text, or None if the groups define exactly `num_layers` layers.
 
     Args:
         value: One value for all layers, or a tuple of groups (values, repeats).

@@ -85,7 +85,7 @@ def scalar(text: str) -> Any:
 
 
 class _Document:
-    """A YAML document, read into settings and problems, such as duplicate keys.
+    """A YAML document, its settings, and its problems, such as duplicate keys.
 
     Args:
         name: The path of the file, or the text of the override. Error messages contain it.
@@ -169,13 +169,14 @@ class _Document:
     ) -> None:
         """Handle a key that occurs twice in one mapping.
 
+        If both values are equal, the second line is recorded in `Given.again`. Otherwise a problem
+        is added.
+
         Args:
             path: The key path of the key.
             line, node: The line and the value of the second occurrence.
             first_line, first: The line and the value of the first occurrence.
         """
-        # If both values are equal, the second line is recorded in `Given.again`. Otherwise a
-        # problem is added.
         # The text of a value distinguishes 1 from true, which Python takes for equal.
         if repr(self._value(node, path)) == repr(self._value(first, path)):
             inside = next(each for each in self.settings if each[: len(path)] == path)

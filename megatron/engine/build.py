@@ -29,9 +29,10 @@ from megatron.suggest import did_you_mean
 
 
 def task_of(config: Config) -> Task | None:
-    """Build the length task that the config's `data_path` names, or return None if it names text.
+    """Build the length task that the config's `data_path` names.
 
-    A length task, such as copying a sequence, generates its own examples, of any length.
+    A length task, such as copying a sequence, generates its own examples, of any length. If
+    `data_path` names text instead, return None.
 
     Raises:
         TaskError: An option in the config's `task_options` is unknown, or its value does not fit.
@@ -155,7 +156,7 @@ def attention_of(
 
 
 def describe_attention(attends: Sequence[AttentionFn]) -> list[str]:
-    """Return lines for the log that name each layer's attention backend, and why it was selected.
+    """Return lines for the log that name each layer's attention backend and the reason for it.
 
     Args:
         attends: The attention backend of each layer.

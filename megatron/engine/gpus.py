@@ -25,9 +25,9 @@ class Gpu:
         rate32: The peak TFLOP/s of matrix products with fp32 inputs.
         memory: The memory in GB.
         bandwidth: The memory's bandwidth in GB/s.
-        link: The bandwidth to the other GPUs of the same machine in GB/s, in one direction. It is
-            half of the data sheet's value for NVLink. It is half of the value for PCIe if the
-            machine has no NVLink, or if NVLink connects only pairs of GPUs.
+        link: The bandwidth to the other GPUs of the same machine in GB/s, in one direction. If
+            NVLink connects all GPUs of the machine, the bandwidth is half of the data sheet's value
+            for NVLink. Otherwise, the bandwidth is half of the data sheet's value for PCIe.
         network: The bandwidth between machines of 8 GPUs in Gbit/s, from the data sheets of DGX-1,
             DGX A100 and DGX H100. If PCIe connects the GPUs of a machine, one port of 100 Gbit/s is
             assumed.

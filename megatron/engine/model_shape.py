@@ -28,7 +28,11 @@ def numerics_of(config: Config) -> Numerics:
 
 
 def shape_of(config: Config, vocab_size: int) -> GPTShape:
-    """Return the shape of the config's model for a tokenizer with `vocab_size` tokens."""
+    """Return the shape of the config's model.
+
+    Args:
+        vocab_size: The size of the tokenizer's vocabulary, before padding.
+    """
     m = config.model
     assert m.max_position_embeddings is not None  # derived when the config is loaded
     eps, fused = {
@@ -84,10 +88,10 @@ def identity_of(
 ) -> dict[str, Any]:
     """Return the model's shape, positional embedding and tokenizer as JSON values.
 
-    Two models with equal values can load each other's weights.
+    Two models with equal values can load each other's weights. If `tokenizer` is None, the result
+    has no entry for it.
     """
-    # The entry `tokenizer` is missing if the tokenizer is None. The entry `max_positions` is
-    # missing if the model has no trained position table.
+    # The entry `max_positions` is missing if the model has no trained position table.
     shape = asdict(model_shape)
     block = shape.pop("block")
     no_weights = ("checkpoint_activations", "row_parallel_output")

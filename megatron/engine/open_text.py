@@ -59,9 +59,9 @@ class Text:
 
 
 def open_text(config: Config, tokenizer: Tokenizer) -> Text | Task:
-    """Open every token shard that the config names, or return the length task that it names.
+    """Open every token shard that the config names.
 
-    A length task generates its samples itself.
+    If the config names a length task instead, return the task, which generates its samples itself.
 
     Raises:
         DataError: The shards cannot be read, were made with another tokenizer, or cannot be divided

@@ -215,7 +215,7 @@ def measurement_of(
         loss_fn: The function that returns the loss of each target token.
         tokenizer: The tokenizer with which the text was made.
         text: The text.
-        tokens: The largest number of target tokens at each length.
+        tokens: The maximum number of target tokens at each length.
 
     Raises:
         DataError: The text is shorter than one sequence of the largest length.

@@ -22,10 +22,9 @@ from megatron.parallel.loss import perplexity
 def validation(data: JobData, engine: Engine, step: int) -> dict[str, float]:
     """Run the validation after training step `step`, and return its metrics.
 
-    The metrics are `validation/loss` and, on some steps, the losses by length. Every rank must call
-    this function.
+    The metrics contain `validation/loss`. If `step` is a multiple of `eval_lengths_interval`, the
+    metrics also contain the losses by length. Every rank must call this function.
     """
-    # The losses by length come if `step` is a multiple of `eval_lengths_interval`.
     t, interval = data.config.training, data.config.evaluation.eval_lengths_interval
     found = {}
     if t.eval_iters:

@@ -26,9 +26,9 @@ class GenerationOptions:
     """The settings for generating text.
 
     Attributes:
-        read_prompts: A function that returns a list of prompts. If the function returns None, the
-            model writes one text without a prompt, after an end-of-document token. Only rank 0
-            calls the function.
+        read_prompts: A function that returns a list of prompts. Only rank 0 calls the function. If
+            the function returns None and `interactive` is false, the model writes one text without
+            a prompt, after an end-of-document token.
         max_new_tokens: The largest number of tokens of a continuation.
         sampling: The settings for choosing tokens.
         stops: The stop sequences. A continuation ends before the first stop sequence in it.
@@ -38,8 +38,8 @@ class GenerationOptions:
         batch_size: The number of continuations that are generated at the same time.
         samples: The number of continuations of each prompt. Each continuation has its own random
             generator.
-        interactive: If true, `read_prompts` is called again and again, each time after its prompts
-            are continued, until it returns None.
+        interactive: If false, `read_prompts` is called once. If true, `read_prompts` is called
+            again each time its prompts have been continued, until `read_prompts` returns None.
         as_json: If true, write one JSON object per continuation. If false, write plain text, and
             write a single continuation while it is generated.
     """
@@ -65,8 +65,8 @@ def generate(
 ) -> None:
     """Continue the prompts with the newest checkpoint in the run folder `load`.
 
-    Call this function in a single process, or in every process of a torchrun job. All processes of
-    the job share the model by tensor parallelism.
+    Call this function in a single process, or in every process of a torchrun job. In a job, tensor
+    parallelism splits the model over all processes.
 
     Args:
         config: The configuration. Its degree of tensor parallelism must be the number of processes.

@@ -25,8 +25,8 @@ def score(
 ) -> None:  # fmt: skip
     """Score the newest checkpoint in the run folder `load`, and show the tables of the scores.
 
-    Every process of the job must call this function. The processes share the model by tensor
-    parallelism.
+    Every process of the job must call this function, because tensor parallelism splits the model
+    over all processes.
 
     Args:
         config: The configuration. Its degree of tensor parallelism must be the number of processes.

@@ -36,8 +36,8 @@ class HubClass:
         modules: Maps the name of each of our modules that has another name in transformers to
             that name.
         defaults: The value of each entry that a config.json may omit.
-        only: Maps the name of each entry with only one supported value to this value. A string is
-            the name of another entry. The two entries must then have the same value.
+        only: Maps the name of each entry with only one supported value to this value. If the value
+            is a string, it is the name of another entry, and both entries must be equal.
         transposed: Whether the matrices of the layers are stored transposed, as in GPT-2.
     """
 

@@ -201,8 +201,10 @@ def _rotary_of(m: ModelConfig) -> tuple[dict[str, Any], float]:
 
 
 def hub_config(config: Config) -> tuple[HubClass, dict[str, Any]]:
-    """Return the class of transformers that fits a model, and the content of the config.json."""
-    # Only if `misfits` returns [].
+    """Return the class of transformers that fits a model, and the content of the config.json.
+
+    Call this function only if `misfits` returns [] for the model.
+    """
     kind = next(kind for kind in CLASSES if not _differences(config, kind))
     return kind, _described(config, kind)
 
@@ -272,7 +274,7 @@ def keys_of_export(found: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def fileless_tokenizer(found: Mapping[str, Any]) -> str | None:
-    """Return the tokenizer type of an export whose tokenizer needs no file, otherwise None.
+    """Return the tokenizer type of an export, or None if the tokenizer needs a file.
 
     Args:
         found: The content of the export's config.json.

@@ -155,7 +155,7 @@ def _longest(run: OpenRun) -> int | None:
 
 
 def _theta(model: GPT) -> Tensor:
-    """Return all parameters of the positional embedding [heads, parameters], in at least fp32."""
+    """Return the parameters of the positional embedding, [heads, parameters], in fp32 or wider."""
     no_tokens_BT = torch.zeros(1, 0, dtype=torch.int64)
     with torch.no_grad():
         _, theta_HN = model.embedding(no_tokens_BT)

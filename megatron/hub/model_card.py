@@ -64,7 +64,7 @@ def _recipe(run: OpenRun) -> dict[str, Any]:
 def _results(run: RunFolder) -> tuple[list[list[str]], list[str]]:
     """Return (rows of `extrapolation.csv`, verdict of the evaluation suite).
 
-    If the file or the verdict is missing, the list is empty.
+    If the file is missing, the rows are []. If the verdict is missing, it is [].
     """
     rows, verdict, report = [], [], run.suite / "report.json"
     if run.extrapolation.is_file():

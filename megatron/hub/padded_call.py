@@ -125,9 +125,15 @@ def _sdpa(module: nn.Module, call: PaddedCall) -> Tensor:
 
 
 def _in_blocks(module: Any, call: PaddedCall, simple: Call, plain: bool) -> Tensor:
-    """Compute attention for one block of queries after the other."""
-    # By torch if possible, that is, without decay, sink and gradients (`plain`). `simple` is the
-    # result of `lowered(call, grouped=True)`.
+    """Compute attention for one block of queries after the other.
+
+    Args:
+        module: The attention layer.
+        call: The arguments of attention.
+        simple: The result of `lowered(call, grouped=True)`.
+        plain: Whether attention has no decay and no sink, and needs no gradients. Only then can
+            torch's SDPA compute it.
+    """
     vector = _vector(module, simple, call.vectors) if plain else None
     if vector is not None:
         return _by_torch(module, simple, vector)
@@ -141,7 +147,10 @@ _outside_of_graphs = torch._disable_dynamo(_in_blocks)  # pyright: ignore[report
 
 
 def _vector(module: Any, simple: Call, known: dict) -> DistanceVector | None:
-    """Return the bias and the window as a vector over distances, or None if this is impossible."""
+    """Return the bias and the window as one vector over distances.
+
+    The result is None if the positional embedding cannot be written as such a vector.
+    """
     columns = module.columns
     key = module.pos, columns.start, columns.stop, module.window, simple.q_BHTE.device
     if key not in known:

@@ -83,8 +83,10 @@ class Parts:
 
 
 def _turned(rows: Tensor, pairs: int, of: int) -> Tensor:
-    """Return `rows` with the rotated dimensions of each head in the other order."""
-    # Transposes the first (pairs * of) rows of each head, read as a table [pairs, of].
+    """Reorder the rotated dimensions of each head, and return all rows.
+
+    The first (pairs * of) rows of each head are read as a table [pairs, of], which is transposed.
+    """
     turning = rows[:, : pairs * of].unflatten(1, (pairs, of)).transpose(1, 2).flatten(1, 2)
     return torch.cat((turning, rows[:, pairs * of :]), dim=1) if pairs * of else rows
 

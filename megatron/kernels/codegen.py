@@ -114,10 +114,12 @@ class Writer:
         self.lines: list[str] = []
 
     def constant(self, expr: sympy.Expr) -> str:
-        """Return source text for a constant, such as `0.5` or, if `prepare` computes it, `c[2]`."""
+        """Return source text for a constant: a number such as `0.5`, or an entry such as `c[2]`.
+
+        c is the tuple of all constants that `prepare` computes.
+        """
         if expr.is_number:
             return repr(float(expr)) if expr.is_finite else f"float('{float(expr)}')"
-        # `prepare` computes the tuple c.
         if expr not in self.constants:
             self.prepared.append(self.scalar(expr))
             self.constants[expr] = f"c[{len(self.prepared) - 1}]"
@@ -209,9 +211,14 @@ class Writer:
     def source(
         self, results: list[str], terms: list[str], factors: list[str], columns: list[int]
     ) -> str:
-        """Return the source text of the generated Triton functions."""
-        # `results` and `terms` are the code of what `evaluate` returns. Each term has a column of
-        # theta in `columns`, and the code of a number in `factors`.
+        """Return the source text of the generated Triton functions.
+
+        Args:
+            results: The code of the results of `evaluate` that precede the terms.
+            terms: The code of the terms that `evaluate` returns, one for each gradient.
+            factors: The code of the numbers by which `finish` multiplies the sums of the terms.
+            columns: The column of theta to which each term belongs.
+        """
         count, first = len(terms), len(results)
         loads = [f"t{n} = tl.load(theta + {n})" for n in columns]
         zeros = "tl.zeros([M, W], dtype=tl.float32)"

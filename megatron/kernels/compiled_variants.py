@@ -154,7 +154,7 @@ def constants(
 
     Args:
         functions: The device functions that compute the positional embedding.
-        tile: The tile sizes of the Triton kernel.
+        tile: The tile sizes.
         head_size: The head size.
         dropout: Whether there is dropout.
         theta: Whether the embedding's parameters need a gradient.

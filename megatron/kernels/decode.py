@@ -83,7 +83,7 @@ def merge_pass(
     heads, group, queries, keys, offset, width, scale, threshold, rescale,
     N: tl.constexpr, E: tl.constexpr, P: tl.constexpr,
 ):  # fmt: skip
-    """Compute the attention output of a query from its results for parts of the keys."""
+    """Compute the attention output of a query from the results of `decode_pass` for all parts."""
     # The parts are added up N at a time.
     row, count = tl.program_id(0), tl.cdiv(keys, CHUNK)
     item, t = (row // queries).to(tl.int64), row % queries

@@ -140,16 +140,22 @@ def store_rows(
 
 @triton.jit
 def table_distance(i, j, m0, n0, offset, queries):
-    """Return the query-key distances of a tile, limited to the rows of a table over distances."""
-    # `i` and `j` count from the tile's first key, at position n0. All indices must exist in the
-    # table. Therefore future keys get the distance 0, and rows past the last query get its
-    # distances. Without a table, the result is not used, and the compiler removes this code.
+    """Return the query-key distances of a tile, as indices into a table over distances.
+
+    All indices must exist in the table. Therefore future keys get the distance 0, and rows past the
+    last query get the distances of the last query.
+    """
+    # `i` and `j` count from the tile's first key, at position n0. Without a table, the result is
+    # not used, and the compiler removes this code.
     return tl.maximum(tl.minimum(i, offset + queries - 1 - n0) - j, 0)
 
 
 @triton.jit
 def spread(start, SHARED: tl.constexpr, M: tl.constexpr, N: tl.constexpr):
-    """Return two tiles whose difference is the query-key distance of each score."""
+    """Return two tiles whose difference is the query-key distance of each score.
+
+    The score in row r and column c is at distance start + r - c.
+    """
     r = tl.arange(0, M)[:, None]
     c = tl.arange(0, N)[None, :]
     # a - b = start + r - c. With SHARED, entries of a thread with the same a - b also have the

@@ -46,11 +46,13 @@ def both(seen, limit):
 
 @triton.jit
 def row_tiles(end_ptr, n0, offset, queries, keys, M: tl.constexpr, N: tl.constexpr):
-    """Return which tiles of query rows see a tile of keys, and which of them need a mask."""
-    # The result (first, whole, full, crossing, masked, rest) means: the tiles from row `whole` to
-    # row `full` (excluded) need no mask. `masked` tiles need one, as a row does not see all N
-    # keys or there are fewer than M rows. The first `crossing` of them begin at row `first`, the
-    # others at row `rest`.
+    """Return which tiles of query rows see a tile of keys, and which of them need a mask.
+
+    The result is (first, whole, full, crossing, masked, rest). The tiles from row `whole` to row
+    `full` (excluded) need no mask. `masked` is the number of tiles that need a mask, because a row
+    does not see all N keys or because there are fewer than M rows. The first `crossing` of these
+    tiles begin at row `first`. The others begin at row `rest`.
+    """
     first = tl.maximum(n0 - offset, 0) // M * M
     whole = tl.minimum(tl.cdiv(tl.maximum(n0 + N - 1 - offset, 0), M), tl.cdiv(queries, M)) * M
     full = queries // M * M
@@ -70,9 +72,13 @@ def row_tiles(end_ptr, n0, offset, queries, keys, M: tl.constexpr, N: tl.constex
 
 @triton.jit
 def row_tile_at(tile, crossing, first, rest, end, M: tl.constexpr):
-    """Return the first row of tile number `tile` among the tiles that need a mask."""
-    # `tile` counts the tiles that need a mask. Without documents and windows (`end` is None), at
-    # most one of them begins at `rest` or later.
+    """Return the first row of a tile of query rows that needs a mask.
+
+    `tile` is the number of this tile among all tiles that need a mask. `crossing`, `first` and
+    `rest` are results of `row_tiles`.
+    """
+    # Without documents and windows (`end` is None), at most one of these tiles begins at `rest` or
+    # later.
     if end is not None:
         rest += (tile - crossing) * M
     return tl.where(tile < crossing, first + tile * M, rest)
@@ -167,12 +173,15 @@ class Terms:
 
     @property
     def cost_registers(self) -> bool:
-        """Whether a Triton kernel needs many registers for these inputs."""
+        """Whether a Triton kernel needs many registers for a call's documents, sink and so on."""
         # `position_BT` needs few.
         return not (self.first_BT is None and self.sink_H is None and self.decay_BHS is None)
 
     def tensors(self, scale: float) -> dict[str, Tensor]:
-        """Return a dict of the tensors that all Triton kernels read for these inputs."""
+        """Return the tensors that all Triton kernels read for a call's documents, sink and so on.
+
+        The result is a dict from the name of a tensor to the tensor.
+        """
         given = {"first": self.first_BT, "position": self.position_BT}
         found = {name: x for name, x in given.items() if x is not None}
         if self.sink_H is not None:
@@ -185,7 +194,9 @@ class Terms:
         return found
 
     def of_keys(self, keys: int) -> dict[str, Tensor]:
-        """Return a dict of the tensors that are needed for the gradients of the keys.
+        """Return the tensors for documents and decay that only `key_pass` needs.
+
+        The result is a dict from the name of a tensor to the tensor.
 
         Args:
             keys: The number of keys.

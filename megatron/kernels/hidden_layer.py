@@ -33,7 +33,8 @@ class Layer:
     u is a number for each logit, such as the query-key distance. The sum is piecewise linear in u.
 
     Attributes:
-        first: The number of the embedding's parameters per head.
+        first: The number of the embedding's parameters per head. In a head's row of numbers, the
+            knees of the layer start at this index.
         columns: Three tuples: the indices of all w, of all b and of all v among these parameters.
     """
 
@@ -55,13 +56,13 @@ class Layer:
 def knees_within(u, knees, K: tl.constexpr):
     """Return which knees of the layer lie between the smallest and the largest u of a tile.
 
-    A knee is an input u at which the slope of the layer changes.
+    A knee is an input u at which the slope of the layer changes. The result (begin, end) means the
+    knees begin ... end - 1.
     """
     R: tl.constexpr = triton.next_power_of_2(K)
     k = tl.arange(0, R)
     at = tl.load(knees + k, mask=k < K, other=float("inf"))
     lowest, highest = tl.min(u), tl.max(u)
-    # The knees begin ... end - 1, where (begin, end) is the result.
     return tl.sum((at < lowest).to(tl.int32)), tl.sum((at < highest).to(tl.int32))
 
 

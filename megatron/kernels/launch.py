@@ -249,8 +249,10 @@ def key_gradients(
 
 
 def parts_of(group: int, programs: int) -> int:
-    """Return into how many parts to divide the query heads that share a key head."""
-    # Equal parts. Each has `programs` programs, which should together fill a GPU.
+    """Return into how many parts to divide the `group` query heads that share a key head.
+
+    The parts are equal. Each part has `programs` programs. All programs together should fill a GPU.
+    """
     numbers = [n for n in range(1, group + 1) if group % n == 0]
     return next((n for n in numbers if n * programs >= FILL), group)
 
@@ -258,7 +260,10 @@ def parts_of(group: int, programs: int) -> int:
 def hidden_gradient(
     setting: Setting, tile: Tile, tensors: dict[str, Tensor], layer: Layer, plain_HN: Tensor
 ) -> Tensor:
-    """Return the gradient of `rows_HW` for an embedding with a layer of hidden units."""
+    """Return the gradient of `rows_HW` for an embedding with a layer of hidden units.
+
+    `plain_HN` is the gradient of those columns of theta that do not belong to the layer.
+    """
     q, rows_HW = tensors["q"], tensors["theta"]
     heads = q.shape[1]
     programs = len(q) * heads * cdiv(q.shape[2], tile.M)

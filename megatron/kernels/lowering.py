@@ -93,7 +93,10 @@ class hidden_layer(sympy.Function):
 
     @property
     def columns(self) -> tuple[tuple[Any, ...], ...]:
-        """The symbols that are columns of theta, as (all w_k, all b_k, all v_k)."""
+        """The symbols of the layer's parameters, which are columns of theta.
+
+        The layer is sum_k v_k relu(w_k u + b_k). The result is (all w_k, all b_k, all v_k).
+        """
         width = len(self.args) // 3
         return tuple(self.args[1 + n * width :][:width] for n in range(3))
 
@@ -175,9 +178,11 @@ def bounds_of(expr: Any, known: Bounds) -> tuple[float, float]:
 
 
 def paired(expr: Any, known: Bounds) -> bool:
-    """Return whether generated code may use `rcp`, which inverts numbers in pairs, for 1 / expr."""
+    """Return whether generated code may compute 1 / expr by the function `rcp`.
+
+    `rcp` multiplies two neighbouring numbers of a tile. This product must not overflow.
+    """
     low, high = bounds_of(expr, known)
-    # `rcp` multiplies two neighbouring numbers of a tile, and the product must not overflow.
     return (low > 1e-19 and high < 1e19) or (low > -1e19 and high < -1e-19)
 
 
@@ -212,8 +217,13 @@ def direct(exponent: sympy.Expr) -> bool:
 
 
 def log2(arg: sympy.Expr, lowered: sympy.Expr, d: sympy.Symbol) -> sympy.Expr:
-    """Return an expression of the logarithm of `arg` to base 2."""
-    # `lowered` is `arg` after `lower` has rewritten it.
+    """Return an expression of the logarithm of `arg` to base 2.
+
+    Args:
+        arg: The expression of which the logarithm is taken.
+        lowered: The same expression after `lower` has rewritten it.
+        d: The symbol of the query-key distance.
+    """
     near = arg.subs(d, 0)  # not guarded if it may be negative, because NaN must be visible
     guarded = near.is_nonnegative and not near.is_positive
     return (LG2_OR_FINITE if guarded else LG2)(lowered)

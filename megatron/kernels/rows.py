@@ -79,10 +79,12 @@ def open_head(
 
 @triton.jit
 def open_group(key_item, heads, group):
-    """Return which query heads share the key head of a program."""
-    # `key_item` is the index of the key head in the flattened dimension of sequences and key
-    # heads. The program visits `members` query heads from the first on; several programs may
-    # divide the group.
+    """Return which query heads of a key head a program visits.
+
+    The result is (sequence, key head, first query head, number of query heads). Several programs
+    may divide the query heads of a key head.
+    """
+    # `key_item` is the index of the key head in the flattened dimension of sequences and key heads.
     key_heads = heads // group
     parts, part = tl.num_programs(1), tl.program_id(1)
     b = key_item // key_heads
@@ -105,7 +107,10 @@ def exact_output(
 
 @triton.jit
 def seen_by(head, m0, first_ptr, high_ptr, low_ptr, position_ptr, M: tl.constexpr, N: tl.constexpr):
-    """Return the key tiles that a tile of rows sees, and the rows' first keys, decay, positions."""
+    """Return which tiles of keys a tile of query rows sees, and the optional inputs of these rows.
+
+    The optional inputs are the first key that each row sees, the decay and the rows' positions.
+    """
     offset, queries = head.offset, head.queries
     last, past = tl.minimum(offset + m0 + M, offset + queries), (offset + m0 + 1) // N * N
     first, begin, lead, decay, at = (), 0, 0, (), 0
@@ -124,7 +129,10 @@ def seen_by(head, m0, first_ptr, high_ptr, low_ptr, position_ptr, M: tl.constexp
 
 @triton.jit
 def ends_of(seen, MASKED: tl.constexpr):
-    """Return the begin and the end of a loop over tiles of keys."""
+    """Return the start and the end of a loop over tiles of keys.
+
+    If `MASKED` is true, the loop visits the tiles that need a mask. If not, it visits the others.
+    """
     # The loop variable is the first key of a tile. The tiles that need a mask form two groups:
     # from `seen.begin` to `seen.lead`, and from `seen.past` to `seen.last`. To visit both groups
     # in one loop, `seen.past` - `seen.lead` is added to the keys of the first group.

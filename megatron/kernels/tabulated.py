@@ -67,11 +67,13 @@ def device_functions(bias: bool, weight: bool) -> DeviceFunctions:
 
 @triton.jit
 def by_distance(x, R: tl.constexpr):
-    """Sum a square tile [R, R] along its diagonals, and return two tensors of sums, each [R]."""
+    """Return the sums of a square tile [R, R] along its diagonals, in two tensors [R].
+
+    The entry in row r and column c is at distance D + r - c. Element e of the first result is the
+    sum at distance D + e. Element e of the second result is the sum at distance D + e - R.
+    """
     r = tl.arange(0, R)[:, None]
     e = tl.arange(0, R)[None, :]
-    # The entry in row r and column c is at distance D + r - c. Element e of the first result is
-    # the sum at distance D + e, and element e of the second is the sum at distance D + e - R.
     turned = tl.gather(x, (r - e + R) % R, axis=1)
     near = e <= r
     return tl.sum(tl.where(near, turned, 0.0), axis=0), tl.sum(tl.where(near, 0.0, turned), axis=0)

@@ -52,7 +52,7 @@ def activate(
     Args:
         name: The name of the activation.
         tanh: Whether `gelu` means the tanh approximation of gelu.
-        functions: Maps the names of activations without a gate to functions.
+        functions: The function of each activation without a gate, by the activation's name.
     """
     if name in GATES:
         value, gate = x.chunk(2, dim=-1)

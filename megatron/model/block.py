@@ -163,9 +163,9 @@ class SelfAttention(nn.Module):
 
 @contextmanager
 def limited_window(model: nn.Module, tokens: int | None) -> Iterator[None]:
-    """Within the `with` block, let each query see only the last `tokens` tokens, itself included.
+    """Within the `with` block, let each query see only the last `tokens` tokens.
 
-    If `tokens` is None, nothing changes.
+    The query's own token is one of them. If `tokens` is None, nothing changes.
     """
     layers = [each for each in model.modules() if isinstance(each, SelfAttention)]
     before = [layer.window for layer in layers]

@@ -67,8 +67,9 @@ class LayerCache:
             (keys, values, decays, starts, offset). Keys and values are [batch, key heads, columns,
             head size]. A column is an index into the cached tokens, padding included. `decays`
             are the sums of log-decays, or None without forget gates. `starts` is None if no text
-            is padded. Otherwise, `starts` is [batch, columns]: for a token, the column at which
-            the token's text starts; for padding, 0. `offset` is the column of the first new token.
+            is padded. Otherwise, `starts` is [batch, columns]. For a token, it has the column at
+            which the token's text starts. For padding, it has 0. `offset` is the column of the
+            first new token.
         """
         if decay_BHT is not None and self._count:
             decay_BHT = decay_BHT + self._buffers[2][:, :, self._count - 1, None]
@@ -83,7 +84,11 @@ class LayerCache:
         return k_BKSE, v_BKSE, decay[0] if decay else None, self._starts(), offset
 
     def _make_room(self, new: list[Tensor]) -> None:
-        """Allocate larger buffers, and copy the columns that later queries need into them."""
+        """Allocate larger buffers, and copy the columns that later queries need.
+
+        The larger buffers have room for the tensors `new`. These are the new tokens' keys and
+        values. With forget gates, a third tensor contains the decays.
+        """
         kept = self._count if self.window is None else min(self._count, self.window)
         begin, end = self._count - kept, self._count
         self._room = kept + max(SPARE, new[0].shape[2])

@@ -80,11 +80,14 @@ class ChangedPositions:
 
     @property
     def added(self) -> list[int]:
-        """The indices of the trained parameters that the old embedding does not have."""
+        """The indices of the new embedding's trained parameters that the old embedding lacks."""
         return [n for n in columns_of(self.new, trained=True) if n not in self.kept]
 
     def _gentle(self, n: int) -> float | None:
-        """Return a start value for added parameter `n` that changes the model little, or None."""
+        """Return the start value of the added parameter `n` that changes the model little.
+
+        Return None if the parameter keeps the start value of the new model.
+        """
         column = self.new.parameters[n]
         return column.gentle if self.gentle and column.name not in self.given else None
 
@@ -102,12 +105,16 @@ class ChangedPositions:
         ]
 
     def _terms(self, one: PositionalEmbedding, other: PositionalEmbedding, shared: bool) -> str:
-        """Return a text that names the embeddings of `one` that `other` also has, or does not have.
+        """Return a text for the log that names some of the embeddings in `one`.
+
+        Each layer of `one` is compared with the same layer of `other`.
 
         Args:
-            shared: True selects the embeddings that `other` also has.
+            one: The embedding whose parts are named.
+            other: The embedding with which `one` is compared.
+            shared: True selects the embeddings that `other` also has. False selects the embeddings
+                that `other` does not have.
         """
-        # A layer of `one` is compared with the same layer of `other`.
         count = Counter(
             term.name
             for layer in range(self.num_layers)
@@ -126,8 +133,8 @@ class ChangedPositions:
 
         Args:
             parameters: The new model's parameters by name, or this rank's shards of them.
-            values: Maps the index of a column to its values, [heads], or [1] if all heads share
-                the column.
+            values: The values of each column, by the column's index in theta. The values are
+                [heads], or [1] if all heads share the column.
         """
         for name, shared in ((THETA, False), (SHARED_THETA, True)):
             for i, n in enumerate(columns_of(self.new, trained=True, shared=shared)):

@@ -125,7 +125,10 @@ class GPT(nn.Module):
         return logits_BTV[:, -1] if last_only else logits_BTV
 
     def _logits(self, x_BTD: torch.Tensor) -> torch.Tensor:
-        """Return the logits of the last hidden states, or this rank's slice of them."""
+        """Return the logits for the hidden states after the final norm.
+
+        If the vocabulary is sharded, the result is this rank's slice of the logits.
+        """
         if self.output is not None:
             return self.output(x_BTD)
         assert self.embedding.word_embeddings is not None
@@ -141,8 +144,12 @@ class GPT(nn.Module):
 
     @property
     def theta_parts(self) -> tuple[nn.Parameter, ...]:
-        """The positional embedding's trained parameters, in a tuple of at most two tensors."""
-        # `theta` [H, parameters], then the parameters [1, parameters] that all heads share.
+        """The positional embedding's trained parameters, in a tuple of at most two tensors.
+
+        The first tensor is `theta` [heads, parameters]. The second tensor is the parameters
+        [1, parameters] that all heads share, if there are any. Without trained parameters, the
+        tuple is empty.
+        """
         return self.embedding.theta_parts
 
 

@@ -66,7 +66,8 @@ class Layer:
         name: The prefix of the layer's parameter names.
         build: The layer's class.
         args: The keyword arguments of the class.
-        call: A function of (module, input) that replaces the module's `forward`, or None.
+        call: A function of (module, input) that replaces the module's `forward`. None means that
+            `forward` is used.
         tied: Whether all layers with this name share one module.
     """
 

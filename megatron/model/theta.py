@@ -59,7 +59,7 @@ def initial_theta(plan: Plan) -> Tensor:
 
 
 def columns_of(pos: PositionalEmbedding, *, trained: bool, shared: bool | None = None) -> list[int]:
-    """Return the indices (columns of theta) of the parameters of `pos` that the arguments select.
+    """Return the indices of some parameters of `pos`. An index is a column of theta.
 
     Args:
         pos: The positional embedding.
@@ -104,7 +104,10 @@ def trained_theta(pos: PositionalEmbedding, parts: Sequence[Tensor]) -> Tensor:
 def _joined(parts: Sequence[Tensor], first: list[int], second: list[int]) -> Tensor:
     """Merge two tensors into one, with the columns in theta's order.
 
-    `first` has the index in theta of each column of `parts[0]`, and `second` of `parts[1]`.
+    Args:
+        parts: The two tensors.
+        first: The index in theta of each column of `parts[0]`.
+        second: The index in theta of each column of `parts[1]`.
     """
     order = [*first, *second]
     return torch.cat(tuple(parts), dim=1)[:, sorted(range(len(order)), key=order.__getitem__)]
@@ -165,7 +168,7 @@ class FixedTheta(nn.Module):
         return self
 
     def forward(self, dtype: torch.dtype) -> Tensor:
-        """Return the parameters [heads, parameters] in `dtype`."""
+        """Return the parameters that are not trained [heads, parameters], in `dtype`."""
         value_HN = self.numerics.constant(self.value).to(dtype)
         return value_HN if not self._bounded else within_bounds(value_HN, self._bounded)
 
@@ -205,7 +208,7 @@ class StoredTheta(nn.Module):
 
     @property
     def theta_parts(self) -> tuple[nn.Parameter, ...]:
-        """The trained parameters, in a tuple of at most two tensors."""
+        """The trained parameters: a tuple of `theta` and `shared_theta`, if they exist."""
         return tuple(part for part in (self.theta, self.shared_theta) if part is not None)
 
     def theta_in(self, dtype: torch.dtype) -> Tensor | None:

@@ -61,8 +61,16 @@ def _sum_slice(x: Tensor, tp: TensorGroup, dim: int) -> Tensor:
 
 
 def _exchange(x: Tensor, tp: TensorGroup, split: int, join: int) -> Tensor:
-    """Send one piece of a tensor to each rank, and return the received pieces, joined."""
-    # Piece r, cut along dimension `split`, goes to rank r. `join` is the dimension of the result.
+    """Send one piece of a tensor to each rank, and return the received pieces, joined.
+
+    Piece r goes to rank r.
+
+    Args:
+        x: The tensor.
+        tp: The group of ranks.
+        split: The dimension along which the tensor is cut into pieces.
+        join: The dimension along which the received pieces are joined.
+    """
     chunks = torch.cat(x.chunk(tp.size, split))
     received = torch.empty_like(chunks)
     dist.all_to_all_single(received, chunks, group=tp.group)
@@ -130,7 +138,9 @@ _all_to_all = _collective(_exchange, _exchange_back)
 
 
 def all_to_all(x: Tensor, tp: TensorGroup, *, split: int, join: int) -> Tensor:
-    """Exchange which dimension is split over the ranks (as in Ulysses, arXiv 2309.14509).
+    """Return a tensor split over the ranks along the dimension `split` instead of `join`.
+
+    This is the exchange of Ulysses (arXiv 2309.14509).
 
     Args:
         x: A tensor with this rank's slice of the dimension `join`, and all of the dimension
@@ -143,15 +153,19 @@ def all_to_all(x: Tensor, tp: TensorGroup, *, split: int, join: int) -> Tensor:
 
 
 def enter_sharded(x_BTD: Tensor, tp: TensorGroup) -> Tensor:
-    """Return the hidden states of all positions, as the input of a column-parallel layer."""
-    # Under sequence parallelism, `x_BTD` has only this rank's positions. The backward pass sums
-    # the gradients of all ranks.
+    """Return the hidden states of all positions, as the input of a column-parallel layer.
+
+    Under sequence parallelism, `x_BTD` has only this rank's positions. The backward pass sums the
+    gradients of all ranks.
+    """
     return all_gather(x_BTD, tp, 1) if tp.splits_sequence else copy_to(x_BTD, tp)
 
 
 def leave_sharded(x_BTD: Tensor, tp: TensorGroup) -> Tensor:
-    """Return the sum of all ranks' partial hidden states."""
-    # Under sequence parallelism, each rank gets the sum at its own positions only.
+    """Return the sum of all ranks' partial hidden states.
+
+    Under sequence parallelism, each rank gets the sum at its own positions only.
+    """
     return reduce_scatter(x_BTD, tp, 1) if tp.splits_sequence else reduce_from(x_BTD, tp)
 
 

@@ -135,8 +135,15 @@ class Groups:
         )
 
     def _group_along(self, ranks: np.ndarray, *axes: int) -> dist.ProcessGroup:
-        """Create groups of ranks that differ only along some axes, and return this rank's group."""
-        # The axes of `ranks` are pipe, data, context, model.
+        """Create process groups along some axes of an array of ranks, and return this rank's group.
+
+        The ranks of a group have different indices along these axes, and equal indices along all
+        other axes.
+
+        Args:
+            ranks: All ranks of the job [pipe, data, context, model].
+            axes: The axes along which the ranks of a group differ.
+        """
         last = range(ranks.ndim - len(axes), ranks.ndim)
         size = math.prod(ranks.shape[axis] for axis in axes)
         members = np.moveaxis(ranks, axes, last).reshape(-1, size).tolist()

@@ -82,7 +82,7 @@ class RowLinear(nn.Linear):
         """Return the layer's output, summed over the ranks.
 
         Args:
-            x: This rank's slice of the input features.
+            x: This rank's slice of the input features. With `scatter`, `x` has all input features.
             partial: Whether to return this rank's output without the sum over the ranks.
         """
         if self.scatter:

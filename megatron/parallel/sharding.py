@@ -47,7 +47,7 @@ class Sharding:
 
 
 class _Marked(nn.Parameter):
-    """Declares, for type checkers, the attributes that `mark_sharding` adds to a parameter."""
+    """A parameter with the attributes that `mark_sharding` adds. Only type checkers need it."""
 
     sharding: Sharding
     shard_rank: int
@@ -57,7 +57,7 @@ class _Marked(nn.Parameter):
 
 
 def mark_sharding(param: Tensor, sharding: Sharding, tp: TensorGroup) -> None:
-    """Store on a parameter, as attributes, how it is sharded over the ranks of `tp`."""
+    """Set a parameter's attributes to describe how it is sharded over the ranks of `tp`."""
     marked = cast(_Marked, param)
     marked.sharding, marked.shard_rank, marked.shard_count = sharding, tp.rank, tp.size
     if tp.size > 1:  # DeepSpeed reads these two attributes when it computes the gradient norm
@@ -103,7 +103,7 @@ def full_shape(param: Tensor) -> torch.Size:
 
 
 def local_slice(param: Tensor, full: Tensor) -> Tensor:
-    """Return this rank's slice of a full tensor that is sharded like a parameter."""
+    """Return this rank's slice of a full tensor. The slices are those of the parameter `param`."""
     if (sharding := sharding_of(param)) is None:
         return full
     marked = cast(_Marked, param)

@@ -21,7 +21,7 @@ class LiveBytes(TorchDispatchMode):
     Attributes:
         now: The bytes of the tensors that exist now.
         peak: The largest value that `now` has had since `restart`.
-        launches: The number of operations so far, without views.
+        launches: The number of operations so far. Operations that only make a view do not count.
     """
 
     # A tensor from outside is counted as soon as the block creates a view of it. A storage that

@@ -96,9 +96,9 @@ def sketched(config: Config, shape: GPTShape) -> Step:
     The result differs from that of `measured_step` by some tens of percent, but needs only
     microseconds.
 
-    Without recomputation, the inputs and outputs of all products are stored. Tensor parallelism
-    sums hidden states over its ranks four times for each block, and a fifth time with
-    recomputation.
+    The formulas assume that, without recomputation, the inputs and outputs of all products are
+    stored. They also assume that tensor parallelism sums hidden states over its ranks four times
+    for each block, and a fifth time with recomputation.
     """
     p, m, block, b = config.parallel, config.model, shape.block, config.batch
     h, tp, stages = block.hidden_size, p.model_parallel_size, p.pipe_parallel_size

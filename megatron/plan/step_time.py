@@ -58,10 +58,11 @@ class Rates:
         fast_products: The same fraction on faster GPUs (Hopper, Blackwell). The power limit of
             these GPUs slows large products.
         moves: The number of times that a pass moves the inputs and outputs of the products.
-        link: The fraction of the bandwidth between the GPUs of a machine that runs reach.
-        network: The fraction of the bandwidth between machines that runs reach.
+        link: The fraction that runs reach of the bandwidth between the GPUs of a machine.
+        network: The fraction that runs reach of the bandwidth between machines.
         hides: The fraction of the communication during computation that costs no additional time.
-        interval: The 10% and 90% quantiles of measured / planned time, on the same runs.
+        interval: The 10% and 90% quantiles of measured / planned time, on the runs that were used
+            for the calibration.
     """
 
     products: float = 0.743
@@ -143,9 +144,10 @@ def sent_per_step(config: Config, step: Step) -> dict[str, float]:
 
 
 def _data_bytes(config: Config, size: int) -> tuple[float, float]:
-    """Return the bytes that a rank sends during and after the backward passes, as a pair.
+    """Return (bytes that a rank sends during the backward passes, bytes sent after these passes).
 
-    `size` is the number of the rank's parameters.
+    Args:
+        size: The number of the rank's parameters.
     """
     p, several = config.parallel, config.batch.gradient_accumulation_steps
     replicas = p.data_parallel_size * p.context_parallel_size

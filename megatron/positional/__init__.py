@@ -49,8 +49,8 @@ def load(name: str, *, numerics: Numerics = WIDE, **options: Any) -> PositionalE
         name: The name of an embedding, or of several embeddings that act together, such as `rotary
             + kerple_log`. The released code's names also work, such as `kerple_power_ap_`.
         numerics: The rules by which the embedding rounds numbers.
-        options: The embedding's options. For several embeddings, the options by name, such as
-            `rotary={"factor": 2.0}`.
+        options: The embedding's options. For several embeddings, one dict of options for each
+            embedding, under the embedding's name, such as `rotary={"factor": 2.0}`.
 
     Raises:
         PositionalError: There is no embedding with this name.

@@ -237,7 +237,7 @@ class PositionalEmbedding(FixedValue):
         rotary_ndims: int | None = None,
         base: float = 10000.0,
     ) -> tuple[Tensor, Tensor]:
-        """Return the queries and keys. A rotary embedding rotates them by their positions.
+        """Return the queries and keys, rotated by their positions if the embedding is rotary.
 
         Args:
             q_BHTE, k_BHTE: The queries and keys [batch, heads, positions, head size].
@@ -261,7 +261,7 @@ class PositionalEmbedding(FixedValue):
     def turn(
         self, x_BHTE: Tensor, positions_BT: Tensor, rotary_ndims: int | None, base: float
     ) -> Tensor:
-        """Return queries or keys. A rotary embedding rotates them by their positions.
+        """Return queries or keys, rotated by their positions if the embedding is rotary.
 
         Args:
             x_BHTE: The queries or keys [batch, heads, positions, head size].

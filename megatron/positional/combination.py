@@ -114,7 +114,10 @@ class Combination(PositionalEmbedding):
         return term.table(positions, dim, dtype)
 
     def _part(self, *kinds: Kind) -> tuple[PositionalEmbedding, list[int]]:
-        """Return the combination of all embeddings of some kinds, and its parameters' indices."""
+        """Return the combination of all embeddings of these kinds, and its columns of theta.
+
+        The columns are indices into the theta of this object.
+        """
         terms, columns, start = [], [], 0
         for term in self._terms:
             if term.kind in kinds:

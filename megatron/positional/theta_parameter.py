@@ -56,7 +56,11 @@ def power(name: str, gentle: float | None = None) -> ThetaParameter:
 
 
 def check_parameters(owner: str, given: Any) -> None:
-    """Check the parameters of the embedding class `owner`.
+    """Check the attribute `parameters` of an embedding class.
+
+    Args:
+        owner: The name of the class.
+        given: The value of the attribute.
 
     Raises:
         PositionalError: `given` is not a tuple or list of `ThetaParameter` with different names.

@@ -28,7 +28,7 @@ Finding = tuple[bool, str]
 
 
 def readiness(config: Config) -> Iterator[Finding]:
-    """Yield facts and problems that concern the run's text, checkpoints and folders."""
+    """Yield (whether it is a problem, text) for each fact about text, checkpoints and folders."""
     if not str(config.data.data_path).startswith("builtin:"):
         yield from _text(config)
     if config.checkpoint.save and config.training.train_iters:
@@ -55,7 +55,7 @@ def lacks_checkpoint(config: Config) -> bool:
 
 
 def _text(config: Config) -> Iterator[Finding]:
-    """Yield facts and problems that concern the text and its tokenizer."""
+    """Yield (whether it is a problem, text) for each fact about the text and its tokenizer."""
     # These are missing files, and how often the text is read.
     data, tokenizer = config.data, None
     missing = list(_missing_files(data))

@@ -150,7 +150,10 @@ class Retrofit:
 
 
 def retrofit_of(config: Config, start: Start, new: PositionalEmbedding) -> Retrofit | None:
-    """Return the change of positional embeddings from a checkpoint to a run, or None without one.
+    """Return the change of positional embeddings from a checkpoint to a run.
+
+    The result is None if the run resumes or does not fine-tune, if nothing changes, or if the
+    checkpoint does not record its embeddings.
 
     Args:
         start: The starting point of the run.
@@ -159,10 +162,9 @@ def retrofit_of(config: Config, start: Start, new: PositionalEmbedding) -> Retro
     Raises:
         CheckpointError: A key of the config does not fit the change of embeddings.
     """
-    # The result is None if the run resumes, if the embeddings are the same, or if the checkpoint
-    # does not record its embeddings. These are errors: the config sets `retrofit_anneal`, but there
-    # is no rotary embedding to fade; the config changes `pos_emb` or `sliding_window_width` without
-    # setting the key; the run resumes during the fading with another `retrofit_anneal`.
+    # These are errors: the config sets `retrofit_anneal`, but there is no rotary embedding to fade;
+    # the config changes `pos_emb` or `sliding_window_width` without setting the key; the run
+    # resumes during the fading with another `retrofit_anneal`.
     saved, c, layers = start.saved, config.checkpoint, config.model.num_layers
     if saved is not None and start.resumes:
         was, now = saved.record.config.get("retrofit_anneal", 0), c.retrofit_anneal
@@ -202,7 +204,10 @@ def retrofit_of(config: Config, start: Start, new: PositionalEmbedding) -> Retro
 
 
 def _source(config: Config, saved: Saved) -> Config:
-    """Return `config` with the positional settings that the checkpoint records, if any."""
+    """Return `config` with the positional settings that the checkpoint records.
+
+    If the checkpoint records no positional settings, return `config` unchanged.
+    """
     recorded = {}
     if saved.kind != "published":
         known = saved.record.config | saved.record.model

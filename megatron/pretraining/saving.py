@@ -29,7 +29,7 @@ def said_what_is_saved(save: str | None) -> Iterator[None]:
     """Name the newest checkpoint in the message of a DivergedError that the `with` block raises.
 
     Args:
-        save: The folder with the run's checkpoints; None if the run saves none.
+        save: The folder with the run's checkpoints; None if the run saves no checkpoints.
     """
     try:
         yield
@@ -45,7 +45,7 @@ class Saving(Hook):
     """A hook that writes checkpoints.
 
     Attributes:
-        saver: The object that writes the files; None if the run saves none.
+        saver: The object that writes the checkpoints; None if the run saves no checkpoints.
         progress: The counters of the run at the newest checkpoint.
         loader: The loader of the run's batches, which counts the samples that were read.
         hooks: The hooks whose state is stored in a checkpoint.

@@ -188,10 +188,12 @@ def ranks_text(ranks: Sequence[int]) -> str:
 
 
 def line_of_code() -> str:
-    """Return a text with up to three lines of the call stack, from the innermost outwards."""
-    # The first is the line that communicates. The second is the next line of the project outside
-    # `megatron/parallel/`. The third is the next line in `megatron/evaluation/` or
-    # `megatron/pretraining/`. Lines of torch, DeepSpeed's wrappers and this package are skipped.
+    """Return a text that names up to three lines of code of the call stack, the innermost first.
+
+    The first is the line that communicates. The second is the next line of the project outside
+    `megatron/parallel/`. The third is the next line in `megatron/evaluation/` or
+    `megatron/pretraining/`. Lines of torch, DeepSpeed's wrappers and this package are skipped.
+    """
     frame, found, last = sys._getframe(1), [], 0
     while frame is not None and last < len(CALLERS):
         name, kind = _file(frame.f_code.co_filename)
@@ -204,7 +206,10 @@ def line_of_code() -> str:
 
 @cache
 def _file(path: str) -> tuple[str, int]:
-    """Return the short name of a source file, and how many patterns in `CALLERS` match the name."""
+    """Return (short name of a source file, number of patterns in `CALLERS` that match the name).
+
+    For a file that no event names, such as a file of this folder, the result is ("", 0).
+    """
     _, package, name = path.rpartition("site-packages/")
     if not package and Path(path).is_relative_to(ROOT):
         name = str(Path(path).relative_to(ROOT))

@@ -71,8 +71,11 @@ class EarlierRanks:
         self.sent: Sent = defaultdict(list)
 
     def reply(self, event: Event, tensors: Sequence[Tensor]) -> None:
-        """Fill a received tensor with the integers that its sender sent, or else with zeros."""
-        # For a tensor that this rank sends, its integers are stored in `sent`.
+        """Act as the other ranks in `event`: fill a received tensor, or store a sent tensor.
+
+        A received tensor is filled with the integers that its sender sent. If they are not known,
+        it is filled with zeros. The integers of a sent tensor are stored in `sent`.
+        """
         key: tuple = event.group, event.peer
         sends = event.op == "send" or (event.op == "broadcast" and event.peer == self.rank)
         if event.op in MESSAGES:

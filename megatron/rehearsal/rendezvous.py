@@ -80,7 +80,10 @@ def unmatched(strands: Sequence[Strand], members: Mapping[str, Sequence[int]]) -
 def _place(
     event: Event, rank: int, members: Mapping[str, Sequence[int]]
 ) -> tuple[tuple, Sequence[int]]:
-    """Return (key that matching events share, ranks that must call them) for an event of `rank`."""
+    """Return (key, ranks) of an event of the rank `rank`.
+
+    Events that match each other have the same key. `ranks` are the ranks that must call them.
+    """
     if event.op not in MESSAGES:
         return (event.group,), members[event.group]
     assert event.peer is not None
@@ -89,7 +92,10 @@ def _place(
 
 
 def _difference(met: Iterable[Strand]) -> str:
-    """Return a text that lists events that should match but differ, or "" if all events match."""
+    """Return an error text if the next events of the strands `met` do not match, otherwise "".
+
+    The text lists these events.
+    """
     kinds: dict[tuple, list[tuple[int, Event]]] = defaultdict(list)
     for strand in met:
         event = strand.event

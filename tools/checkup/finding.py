@@ -43,7 +43,7 @@ class Case:
 
     Attributes:
         config: The `Config` of the planned run, or None.
-        folder: The run folder `save`, which may be missing.
+        folder: The run folder, which the config key `save` names. The folder need not exist.
         gpu: Whether torch sees a CUDA GPU.
         ranks: The number of processes of the job. Without a launcher, it is the number of processes
             that train.py would start.

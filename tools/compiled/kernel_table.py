@@ -43,9 +43,10 @@ class Variant:
 
 @dataclass(frozen=True, kw_only=True)
 class Row(Variant):
-    """A row of the CSV: one compiled kernel and its resources."""
+    """A row of the CSV: one compiled kernel and its resources.
 
-    # `tools/compile_kernels.py` explains the columns.
+    `tools/compile_kernels.py` explains the columns.
+    """
 
     triton: str
     M: int

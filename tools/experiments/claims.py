@@ -214,7 +214,10 @@ def _by_seed(results: Frame) -> Frame:
 
 
 def _paired(*series: Frame, logarithm: bool) -> np.ndarray:
-    """Return the values (or logarithms) of each series, at the seeds that all series contain."""
+    """Return the values of each series at the seeds that all series contain, [series, seeds].
+
+    If `logarithm` is true, return the logarithms of these values.
+    """
     shared = pd.concat(series, axis=1, join="inner").sort_index().to_numpy()
     return (np.log(shared) if logarithm else shared).T
 

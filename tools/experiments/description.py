@@ -94,7 +94,7 @@ class Paper(_Strict):
 
 
 class Description(_Strict):
-    """The content of a grid file. A report shows its `title` and `question`."""
+    """The content of a grid file. A report on the runs shows `title` and `question`."""
 
     title: str = ""
     question: str = ""

@@ -254,7 +254,11 @@ def _why(error: Mapping[str, Any]) -> str:
 
 
 def _nested(settings: Settings) -> dict[str, Any]:
-    """Return settings with key paths as nested mappings, as in the file."""
+    """Return `settings` as nested mappings, like those in the grid file.
+
+    Args:
+        settings: Maps each key path, such as ("endpoints", "P1", "of"), to a value.
+    """
     nested: dict[str, Any] = {}
     for (*outer, last), given in settings.items():
         inside = nested

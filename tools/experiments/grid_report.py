@@ -235,8 +235,10 @@ def _moved(moved: Frame, rows: str) -> Frame:
 
 
 def _number(value: float, like: float | None = None) -> str:
-    """Format `value` with four significant digits, or with as many decimals as `like` would get."""
-    # With `like`, the number of decimals is that of `like` with four significant digits.
+    """Format `value` with four significant digits.
+
+    If `like` is given, use the number of decimals that `like` has with four significant digits.
+    """
     like = value if like is None else like
     return f"{value:,.{decimals(like, 4)}f}"
 

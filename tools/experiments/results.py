@@ -111,8 +111,9 @@ def of_run(folder: Path, record: Record | None = None) -> tuple[Frame, list[str]
 
     Args:
         folder: The run folder.
-        record: The record of the run's inputs. Results of the suite that were measured with other
-            settings are left out. With None, no results are left out.
+        record: The record of the run's inputs. Results of the suite are left out if they were
+            measured with settings that are not those in `record`. If `record` is None, no results
+            are left out.
 
     Raises:
         DataError: A table is damaged.

@@ -226,7 +226,7 @@ def read_table(path: Path) -> Frame:
 
 
 def share_done(cell: Cell) -> float:
-    """Return the share of its training steps that the run of a cell has done, from 0 to 1."""
+    """Return the share of a cell's training steps that are done, from 0 to 1."""
     record = Record.read(cell.folder)
     steps = record.config.get("train_iters") if record else None
     if not isinstance(steps, int) or steps < 1:

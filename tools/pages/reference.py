@@ -81,7 +81,11 @@ def _rows(section: type[Section]) -> list[tuple[str, ...]]:
 
 
 def _default(info: FieldInfo) -> str:
-    """Return the default of a field in YAML, or `required`, `derived` or `none`."""
+    """Return the default of a field as YAML, or a word if the field has no default value.
+
+    The word is `required` if the user must set the field. It is `derived` for a number that is
+    computed from other fields, and otherwise `none`.
+    """
     if info.is_required():
         return "required"
     value = info.get_default(call_default_factory=True)
@@ -91,7 +95,10 @@ def _default(info: FieldInfo) -> str:
 
 
 def _values(section: type[Section], name: str) -> str:
-    """Return a description of the values that the field `name` accepts, from its error message."""
+    """Return a text that describes which values the field `name` accepts.
+
+    The text is copied from the error message for a wrong value.
+    """
     try:
         section.__pydantic_validator__.validate_assignment(section.model_construct(), name, object)
     except ValidationError as error:

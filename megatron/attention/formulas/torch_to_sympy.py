@@ -29,7 +29,9 @@ class Reader:
         self.distance, self.theta, self.position = distance, theta, position
 
     def expression(self, function: Callable[..., Tensor | None]) -> Any:
-        """Return the result of a torch function as a sympy expression, or None if it is None.
+        """Return the result of a torch function as a sympy expression.
+
+        If the torch function returns None, the result is None.
 
         Raises:
             Unreadable: The result cannot be written as a sympy expression.
@@ -85,7 +87,11 @@ class Reader:
         raise Unreadable("it uses theta as a whole, not column by column")
 
     def columns(self, indices: Tensor) -> list[Any]:
-        """Return the symbols of those columns of theta whose indices are in a tensor."""
+        """Return the symbols of some columns of theta.
+
+        Args:
+            indices: The indices of the columns. A repeated index counts once.
+        """
         return [self.theta[int(n)] for n in indices.unique()]
 
     def operation(self, target: Any, args: list, kwargs: dict) -> Any:

@@ -103,10 +103,17 @@ class BlockedCall:
         return [self.q_NTE.new_empty(size) for _ in range(count)]
 
     def views(self, tile: QueryTile, buffers: list[Tensor], kept: Tensor | None) -> list[Tensor]:
-        """Return views of the buffers in the shape of a tile's scores."""
+        """Return views of the buffers in the shape of a tile's scores.
+
+        If `kept` is given, the first view is the tile's part of `kept`.
+
+        Args:
+            tile: The tile.
+            buffers: The buffers from `allocate`.
+            kept: The buffer from `new_kept`, or None.
+        """
         shape = tile.batch * tile.num_heads, tile.num_rows, tile.keys
         found = [buffer[: tile.size].view(shape) for buffer in buffers]
-        # The tile's part of the kept probabilities comes first.
         if kept is not None:
             found.insert(0, kept[tile.start : tile.start + tile.size].view(shape))
         return found
@@ -119,7 +126,14 @@ class BlockedCall:
         return torch.bmm(a_mXY, b_mYE, out=out_mXE)
 
     def probabilities(self, tile: QueryTile, out_mRn: Tensor, raw_mRn: Tensor | None) -> None:
-        """Write the attention probabilities of a tile into a buffer."""
+        """Write the attention probabilities of a tile into a buffer.
+
+        Args:
+            tile: The tile.
+            out_mRn: The buffer for the probabilities.
+            raw_mRn: A buffer for the scaled query-key products before the factor w, which the
+                backward pass needs. None if there is no factor w.
+        """
         q_mRE = self.q_NTE[tile.items, tile.rows]
         k_mEn = self.k_NSE[tile.items, tile.seen].mT
         bias_HRn = self.bias.block(tile.heads, tile.num_rows, tile.keys)
@@ -130,7 +144,6 @@ class BlockedCall:
         else:
             assert self.weight is not None
             weight_HRn = self.weight.block(tile.heads, tile.num_rows, tile.keys)
-            # The backward pass needs the products before the factor w.
             torch.baddbmm(raw_mRn, q_mRE, k_mEn, beta=0.0, alpha=self.scale, out=raw_mRn)
             torch.addcmul(bias_HRn, raw_mRn.view(tile.shape), weight_HRn, out=out_BHRn)
         if self.row_bias is not None:
@@ -244,7 +257,14 @@ class BlockedCall:
     def _softmax_backward(
         self, tile: QueryTile, probs_mRn: Tensor, ds_mRn: Tensor, *more: Tensor
     ) -> None:
-        """Convert the gradient of a tile's probabilities to the gradient of its scores."""
+        """Convert the gradient of a tile's probabilities to the gradient of its scores.
+
+        Args:
+            tile: The tile.
+            probs_mRn: The probabilities.
+            ds_mRn: The gradient of the probabilities, which is overwritten by the result.
+            more: Other buffers. If there is a sink, the last of them is overwritten.
+        """
         dlse_mR = None if self.dlse_NT is None else self.dlse_NT[tile.items, tile.rows]
         if self.sink is not None:
             self.sink.add_gradient(tile, probs_mRn, ds_mRn, more[-1], dlse_mR)

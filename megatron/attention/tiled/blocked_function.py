@@ -18,7 +18,10 @@ from megatron.attention.tiled.row_bias import RowBias
 
 
 def arguments_of(call: Call) -> tuple[tuple[Tensor | None, ...], tuple]:
-    """Convert an attention call to the arguments of an autograd function."""
+    """Convert an attention call to (inputs, others), the arguments of `run`.
+
+    `inputs` are the tensors. `others` are all other arguments.
+    """
     q_BHTE, k_BHSE, v_BHSE = call.q_BHTE, call.k_BKSE, call.v_BKSE
     heads, keys, device = q_BHTE.shape[1], k_BHSE.shape[2], q_BHTE.device
     dtype = torch.promote_types(q_BHTE.dtype, torch.float32)
@@ -49,10 +52,14 @@ def arguments_of(call: Call) -> tuple[tuple[Tensor | None, ...], tuple]:
 
 
 def run(inputs: tuple[Tensor | None, ...], others: tuple) -> Any:
-    """Return the output of attention computed tile by tile, or (output, lse)."""
-    # `inputs` are the tensors `q_BHTE` to `seed` of `BlockedCall`, then theta and the positions
-    # of the queries, which only some biases need. `others` are (scale, dropout_p, window, pos,
-    # return_lse).
+    """Return the output of attention computed tile by tile.
+
+    Args:
+        inputs: The tensors `q_BHTE` to `seed` of `BlockedCall`, then theta and the positions of the
+            queries, which only some biases need.
+        others: (scale, dropout_p, window, pos, return_lse). If `return_lse` is true, the result is
+            (output, lse).
+    """
     if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs):
         return _BlockedAttention.apply(*inputs, *others)
     return _call(inputs, others).forward(None, return_lse=others[-1])

@@ -84,7 +84,10 @@ class NullKey:
         self.decay = decay
 
     def softmax(self, tile: QueryTile, scores_mRn: Tensor) -> Tensor:
-        """Replace the scores of a tile by their softmax, in place, and return their log-sum-exp."""
+        """Replace the scores of a tile by their softmax, in place, and return their log-sum-exp.
+
+        The softmax and the log-sum-exp include the null key, which has no column in `scores_mRn`.
+        """
         null_mR = self.sink_N1[tile.items]
         if self.decay is not None:
             null_mR = null_mR - self.decay.of_rows(tile)
@@ -102,8 +105,15 @@ class NullKey:
         spare_mRn: Tensor,
         dlse_mR: Tensor | None,
     ) -> None:
-        """Store the gradient of the sink's logit for each query of a tile."""
-        # `dlse_mR` is the gradient of the log-sum-exp, or None if it is 0.
+        """Store the gradient of the sink's logit for each query of a tile.
+
+        Args:
+            tile: The tile.
+            probs_mRn: The attention probabilities of the tile.
+            dprobs_mRn: The gradient of these probabilities.
+            spare_mRn: A buffer, which is overwritten.
+            dlse_mR: The gradient of the log-sum-exp of each softmax. None means 0.
+        """
         delta_mR = torch.mul(probs_mRn, dprobs_mRn, out=spare_mRn).sum(-1)
         delta_mR = delta_mR if dlse_mR is None else delta_mR - dlse_mR
         self.grad_NT[tile.items, tile.rows] = -self.weight_NT[tile.items, tile.rows] * delta_mR

@@ -125,8 +125,17 @@ def walk(
 def _strips(
     rows: int, keys: int, starts: list[int], window: int
 ) -> list[tuple[slice, int, int, bool]]:
-    """Divide the queries of one head into tiles."""
-    # The attributes `rows`, `first`, `keys` and `mixed` of `QueryTile`, for each tile.
+    """Divide the queries of one head into tiles.
+
+    Args:
+        rows: The largest number of queries in a tile.
+        keys: The number of keys.
+        starts: The first key of each query's document. The last query comes first.
+        window: The largest distance at which a query sees a key.
+
+    Returns:
+        One tuple for each tile: the attributes `rows`, `first`, `keys` and `mixed` of `QueryTile`.
+    """
     strips, r = [], 0
     while r < len(starts):
         end = min(r + rows, len(starts))

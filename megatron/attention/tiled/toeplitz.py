@@ -45,9 +45,10 @@ class DistanceVector:
         self.padded_HX = padded_HX.contiguous()
 
     def block(self, heads: slice, rows: int, keys: int) -> Tensor:
-        """Return the value for each pair of query and key, as a view [heads, queries, keys].
+        """Return the vector's value at the distance of each pair of query and key.
 
-        Row 0 of the view is the last query, which is at the position of the last key.
+        The result is a view [heads, queries, keys] of the vector. Row 0 of the view is the last
+        query, which is at the position of the last key.
         """
         some_HX = self.padded_HX[heads, self.length - keys :]
         return some_HX.as_strided((some_HX.shape[0], rows, keys), (some_HX.stride(0), 1, 1))

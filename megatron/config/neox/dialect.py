@@ -71,10 +71,10 @@ def _by_key(settings: Settings) -> dict[str, Given]:
 
 
 def _sort_keys(by_key: dict[str, Given], out: Translation) -> dict[str, Given]:
-    """Sort the keys by whether they can be translated alone; return those that cannot.
+    """Translate the keys that can be translated alone, and return the keys that cannot.
 
-    A key that can be translated alone becomes a value of a field, a note or a problem in `out`. The
-    returned keys are known, but must be read together with other keys.
+    A translated key becomes a value of a field, a note or a problem in `out`. The returned keys are
+    known, but must be read together with other keys.
 
     Args:
         by_key: Maps each dotted key to its value and its place.

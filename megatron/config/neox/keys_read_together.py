@@ -180,7 +180,7 @@ KEYS = READ.keys() | _PRECISION
 
 
 def add_notes(out: Translation) -> None:
-    """Add a note to `out` if the run saves no checkpoint, and one if the config uses `kerple`.
+    """Add a note to `out` if the run saves no checkpoint, and a note if it uses `kerple`.
 
     `kerple` is the name of `kerple_log` in the code of the paper DAPE. There, each layer has its
     own parameters. In this project, all layers share the parameters.

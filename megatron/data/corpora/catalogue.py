@@ -146,7 +146,7 @@ def find_corpus(name: str, others: tuple[str, ...] = ()) -> Corpus:
     """Return the known corpus with this name.
 
     Args:
-        others: More names that the error message lists.
+        others: The names of other corpora, which the error message also lists.
 
     Raises:
         CorpusError: There is no such corpus. The error message suggests a similar name.
@@ -161,8 +161,7 @@ def find_corpus(name: str, others: tuple[str, ...] = ()) -> Corpus:
 
 
 def alternatives(name: str, corpus: Corpus) -> str:
-    """Return a text that lists other ways to get a corpus, one per line."""
-    # A failed download shows this text.
+    """Return a text that lists the ways to get a corpus if its download fails, one per line."""
     ways = [f"a copy you have: prepare_data.py {name} --input FILE"]
     ways += [f"an address that has it: prepare_data.py {name} --mirror URL_OF_ITS_FOLDER"]
     for hub in corpus.hubs:

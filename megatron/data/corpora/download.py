@@ -47,7 +47,7 @@ def download(
     force: bool = False,
     advice: str = "",
 ) -> str:
-    """Download `file` to `path`. Do nothing if `path` exists.
+    """Download `file` to `path`, unless `path` already exists.
 
     Args:
         file: The file and its addresses, which are tried in order.
@@ -57,11 +57,11 @@ def download(
         advice: A text that is appended to the error message if no address has the file.
 
     Returns:
-        The SHA-256 (hex) of the downloaded file, or "" if `path` existed.
+        The SHA-256 (hex) of the downloaded file, or "" if nothing was downloaded.
 
     Raises:
-        CorpusError: No address has the file, `path` cannot be written, or `path` exists with the
-            wrong size.
+        CorpusError: No address has the file, or `path` cannot be written.
+        CorpusError: `force` is false, and `path` exists with the wrong size.
     """
     # If no address has the file, the error message lists the reply from each address.
     with one_at_a_time(path.with_name(f".{path.name}.lock")):
@@ -90,7 +90,8 @@ def check(file: RemoteFile, mirror: str | None = None) -> Iterator[tuple[str, bo
         mirror: The address of a folder that contains the file. This address is checked first.
 
     Yields:
-        (address, whether the server has the file, size or error) for each address.
+        For each address, (address, whether the server has the file, text). The text contains the
+        size of the file or the error.
     """
     for url in _addresses(file, mirror):
         try:
@@ -144,8 +145,8 @@ def _complete(url: str, file: RemoteFile, part: Path, version: Path) -> None:
 
     Args:
         url: The address of the file.
-        part: The path to which the bytes are written. If the file exists, the download continues at
-            its end.
+        part: The path to which the bytes are written. If `part` exists, the download continues at
+            the end of `part`.
         version: The path of a text file that stores the version of `part`, an ETag or a date.
     """
     # Give up after `_ATTEMPTS` attempts in a row without a new byte. Give up at once after an HTTP

@@ -55,10 +55,10 @@ _REVISION = 2  # increase it when other files are selected, so that shards are m
 def resolve_data_path(
     data_path: str | tuple[str, ...] | None, data_dir: str | os.PathLike, tokenizer: Tokenizer
 ) -> str | tuple[str, ...]:
-    """Return `data_path` unchanged, unless it has the form "builtin:NAME".
+    """Return `data_path`, but replace "builtin:NAME" by the path of a token shard.
 
-    For "builtin:NAME", return the path of the built-in corpus's token shard without .bin or .idx.
-    If this shard does not exist, create it first.
+    The shard contains the built-in corpus NAME, and is created if it does not exist. The returned
+    path of the shard has no suffix .bin or .idx.
 
     Raises:
         CorpusError: `data_path` is None, or there is no built-in corpus NAME.

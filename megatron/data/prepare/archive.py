@@ -55,9 +55,9 @@ class ArchiveWriter(AbstractContextManager["ArchiveWriter"]):
         return len(self._complete_files()) >= files
 
     def rewind(self, files: int) -> None:
-        """Continue the unfinished archive of an earlier run after its first `files` files.
+        """Keep the first `files` files of the unfinished archive, and continue the archive there.
 
-        Later files of the unfinished archive are removed.
+        The other files, which an earlier run wrote, are removed.
 
         Raises:
             CorpusError: Another process is writing this archive, or its folder cannot be created.

@@ -60,7 +60,7 @@ class Place:
             expand without limit.
         expanded: The number of bytes decompressed so far. A compressed file inside a compressed
             archive counts twice.
-        records: The number of records read so far, in a table.
+        records: If the input is a table, the number of rows read so far. Otherwise 0.
     """
 
     name: str
@@ -73,7 +73,7 @@ class Place:
         """Add `count` to the number of decompressed bytes.
 
         Raises:
-            Fault: The input expands to more than its limit.
+            Fault: The new number of decompressed bytes exceeds the limit of the input.
         """
         self.expanded += count
         most = self.limits.expansion
@@ -85,7 +85,7 @@ class Place:
             )
 
     def check_size(self, size: int) -> None:
-        """Check that a document or record may have `size` bytes.
+        """Check that a document or record of `size` bytes is not too large.
 
         Raises:
             Fault: `size` is larger than `limits.document_bytes`.
@@ -98,7 +98,7 @@ class Place:
             )
 
     def read(self, stream: IO[bytes]) -> bytes:
-        """Return the rest of `stream`, which is one document.
+        """Return the document that the rest of `stream` contains.
 
         Raises:
             Fault: The document is larger than `limits.document_bytes`.
@@ -117,7 +117,7 @@ class Chunk:
 
     Attributes:
         where: The path of the input, or of the member of an archive.
-        first: The line number of the first line in the input.
+        first: The number of the chunk's first line. The lines of the input are numbered from 1.
         lines: Complete lines, one JSON record each.
         texts: A pair (place, content) for each document. Error messages contain the place.
         fault: The reason why the input could not be read further, or None.

@@ -52,7 +52,7 @@ class CountedFile(io.FileIO):
 
 
 class _Counted(io.RawIOBase):
-    """A stream that reports how many bytes each read returns."""
+    """A stream that calls a function after each read with the number of bytes that were read."""
 
     def __init__(self, stream: Any, count: Callable[[int], None]) -> None:
         # The read at the end of a truncated file fails and loses its data, so reads are small.

@@ -113,8 +113,10 @@ class Encoder:
         return out
 
     def _records(self, chunk: Chunk, out: Encoded) -> Iterator[tuple[list[str], Any]]:
-        """Yield (texts, meta data) of each record, with one text per key."""
-        # Faulty records are added to `out.faults`.
+        """Yield (texts, meta data) of each record to encode, with one text per key.
+
+        The faults of faulty records are added to `out.faults`.
+        """
         lines = enumerate((chunk.lines or b"").split(b"\n"), chunk.first)
         records = ((f"{chunk.where}:{n}", line) for n, line in lines if line.strip())
         for place, content in records if chunk.texts is None else chunk.texts:

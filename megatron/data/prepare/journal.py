@@ -46,9 +46,10 @@ class State:
 
     @property
     def kept(self) -> list:
-        """For each writer of the resumed run, the numbers of documents and tokens to keep.
+        """How much of the unfinished shards and of the unfinished archive a resumed run keeps.
 
-        For the writer of the archive, the number of files to keep.
+        The entry of a shard contains the number of documents and the number of tokens to keep. The
+        last entry contains the number of files of the archive to keep.
         """
         # These are the arguments of the method `rewind`. The writers of the shards come first. The
         # writer of the archive is last.

@@ -107,7 +107,7 @@ def record_chunks(rows: Iterable[Mapping], where: str, place: Place) -> Iterator
     Args:
         rows: The rows of the table.
         where: The path of the input.
-        place: The place of the first row. The object is updated while the rows are read.
+        place: The position in the table. `place` is updated while the rows are read.
     """
 
     def lines() -> Iterator[bytes]:
@@ -128,9 +128,9 @@ def record_chunks(rows: Iterable[Mapping], where: str, place: Place) -> Iterator
 
 
 def _json_value(value: Any) -> Any:
-    """Convert `value`, which has no JSON type, to a JSON value.
+    """Convert `value`, which cannot be written as JSON, to a value that can.
 
-    Bytes become text, and any other value becomes a dict.
+    Bytes become text. Any other value becomes the dict {name of its type: its text}.
     """
     if isinstance(value, bytes):
         return value.decode("utf-8", "surrogateescape")

@@ -59,8 +59,10 @@ class Source:
     paths: list[str] = field(default_factory=list)
 
     def identity(self) -> list:
-        """Return a JSON value that identifies the input and changes when the input changes."""
-        # The value contains a hash of the names, sizes and modification times of the input's files.
+        """Return [path, kind, hash], which identifies the input and its present state.
+
+        The hash covers the names, sizes and modification times of the input's files.
+        """
         found, paths = hashlib.sha256(), self.paths or [self.path]
         if os.path.isdir(self.path) and not self.paths:  # then `datasets` wrote this folder
             paths = sorted(str(path) for path in Path(self.path).rglob("*"))

@@ -34,7 +34,10 @@ _WARM_UP = 256  # extra steps before each segment, in which guessed counts appro
 
 
 def normalized(weights: Sequence[float]) -> list[float]:
-    """Return the weights, scaled so that their sum is 1. The config has checked the weights."""
+    """Return the weights, scaled so that their sum is 1.
+
+    The config has checked that no weight is negative and that the sum is above 0.
+    """
     total = sum(weights)
     return [weight / total for weight in weights]
 

@@ -108,14 +108,15 @@ def published_start(
 ) -> int:
     """Return how many samples GPT-NeoX's loader skips when it resumes at `iteration`.
 
-    GPT-NeoX skips this number of micro-steps, each with `loader.step_samples` samples:
+    The skipped samples form complete micro-steps, each with `loader.step_samples` samples. The
+    number of skipped micro-steps is
 
         train   iteration * loader.micro_steps
         valid   (iteration * loader.micro_steps // eval_interval) * eval_iters
         test    0
 
-    For train and valid, the number is taken modulo the number of complete micro-steps in the data
-    set.
+    For train and valid, this number is taken modulo the number of complete micro-steps in the
+    data set.
 
     Args:
         split: "train", "valid" or "test".

@@ -73,8 +73,10 @@ def read_manifest(prefix: str | os.PathLike) -> dict | None:
 
 
 def _is_partition(value: object) -> bool:
-    """Return whether `value` is a valid description of a partition, or None."""
-    # See `partition_of`.
+    """Return whether `value` is None or a valid description of a partition.
+
+    `partition_of` documents the entries of a description.
+    """
     match value:
         case None:
             return True

@@ -75,12 +75,12 @@ class ShardWriter(AbstractContextManager["ShardWriter"]):
             self._close()
 
     def holds(self, documents: int, tokens: int) -> bool:
-        """Return whether the .part files of an earlier writer contain so many documents and tokens.
+        """Return whether the .part files of an earlier writer contain enough documents and tokens.
 
         Call `rewind` only if the result is True.
 
         Args:
-            documents: The number of documents that the files must contain.
+            documents: The smallest number of documents that is enough.
             tokens: The number of tokens in these documents.
         """
         bin_bytes, idx_bytes = self._found
@@ -158,14 +158,12 @@ class ShardWriter(AbstractContextManager["ShardWriter"]):
         self._close()  # also releases the lock
 
     def _begin(self) -> None:
-        """Empty the .part files before the first write."""
-        # They are kept if `rewind` was called.
+        """Empty the .part files, unless `rewind` has already been called."""
         if not self._rewound:
             self.rewind(0, 0)
 
     def _complete_idx(self) -> None:
-        """Complete the file PREFIX.idx.part."""
-        # The arrays `pointers` and `doc_idx` are appended, then the header is written.
+        """Append `pointers` and `doc_idx` to PREFIX.idx.part, and write the header of the file."""
         n, itemsize, address = self.documents, self.dtype.itemsize, 0
         self._sizes.flush()
         for start in range(0, n, _ROWS):

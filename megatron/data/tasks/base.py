@@ -53,9 +53,10 @@ def question(asked: Sequence[str], answer: Sequence[str]) -> Example:
 
 @dataclass(frozen=True)
 class Task(ABC):
-    """Base class of the length tasks, such as copying n symbols. Its fields are the task's options.
+    """Base class of the length tasks, such as copying n symbols.
 
     A model is trained on short examples of the task, and its accuracy is measured on longer ones.
+    The dataclass fields of a task are its options.
 
     Attributes:
         name: The name of the task in `data_path: builtin:NAME`.

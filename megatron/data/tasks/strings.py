@@ -37,7 +37,7 @@ class Copy(_Rearranged):
 
 @dataclass(frozen=True)
 class Reverse(_Rearranged):
-    """The task of writing a row of n symbols from its end to its start."""
+    """The task of writing a row of n symbols in reverse order."""
 
     name = "reverse"
     rearranged = staticmethod(lambda drawn: drawn[::-1])

@@ -69,7 +69,8 @@ class Tokenizer(ABC):
     def count_bytes(self, table: np.ndarray) -> None:
         """Count the UTF-8 bytes of each token, and write the numbers into `table`.
 
-        The bytes of a token are counted as in the middle of a text.
+        Some tokenizers drop a space at the start of a text. The bytes of a token are counted as in
+        the middle of a text, where no space is dropped.
 
         Args:
             table: An array of zeros, int64 [vocab_size]. Any value may be written for the
@@ -95,7 +96,7 @@ class Tokenizer(ABC):
     def encode_prompt(self, text: str) -> list[int]:
         """Return the token ids of `text`, preceded by the ids in `self.begin`.
 
-        If the token ids of `text` already start with these ids, return them unchanged.
+        If the token ids of `text` already start with the ids in `self.begin`, nothing is added.
         """
         ids, begin = self.encode(text).tolist(), list(self.begin)
         return ids if ids[: len(begin)] == begin else begin + ids

@@ -244,7 +244,7 @@ def buffer_size(files: Files) -> int:
 
 
 def _storages(files: Files) -> dict[int, torch.UntypedStorage]:
-    """Return the storages of the tensors in `files`, without duplicates, by an integer key."""
+    """Return a dict from integer key to storage, with each storage in `files` once."""
     return {_key(each): each for each in (t.untyped_storage() for t in _tensors(files))}
 
 

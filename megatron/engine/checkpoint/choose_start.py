@@ -122,7 +122,8 @@ def _decide(
     """Decide where the job starts.
 
     Args:
-        usable: A function that returns the newest usable checkpoint of a folder, or None.
+        usable: A function that returns the newest usable checkpoint of a folder. It returns None
+            if the folder contains no checkpoint.
     """
     c, trains = config.checkpoint, config.training.train_iters > 0
     save, load = (Path(name) if name else None for name in (c.save, c.load))

@@ -111,7 +111,9 @@ def _read_stage3(checkpoint: Path, rank: int) -> Weights:
 
 
 def full_shapes(model: nn.Module, groups: Groups | None) -> dict[str, torch.Size]:
-    """Return a dict from parameter name to unsharded shape, for all pipeline stages.
+    """Return a dict from parameter name to unsharded shape.
+
+    The dict contains the parameters of all pipeline stages.
 
     Args:
         groups: The job's process groups; None in a job of one process.

@@ -106,10 +106,12 @@ def _free(change: ChangedPositions | None) -> tuple[str, ...]:
 def _without_replaced(
     shapes: dict[str, tuple[int, ...]], weights: Weights, change: ChangedPositions
 ) -> tuple[dict[str, tuple[int, ...]], Weights]:
-    """Remove the positional embeddings that change from `weights`, and from a copy of `shapes`.
+    """Remove the parameters that a change of positional embeddings replaces.
+
+    The parameters are removed from `weights` itself, and from a copy of `shapes`.
 
     Returns:
-        (shapes of the remaining parameters, removed weights).
+        (shapes of the remaining parameters, removed weights), both by name.
     """
     # Theta (the learned parameters of the positional embedding) is removed, and so are position
     # weights that the model does not have. Theta is copied later, column by column.
@@ -133,14 +135,14 @@ def _without_replaced(
 def _read(
     saved: Saved, gpt_j_residual: bool
 ) -> tuple[Weights, dict[str, Tensor], tuple[str, ...], list[str], list[str]]:
-    """Read the weights and the buffers of a checkpoint.
+    """Read the weights and the buffers (slopes or frequencies) of a checkpoint.
 
     Returns:
-        (weights, buffers, names of learned position tensors, error lines, other lines).
+        (weights, buffers, GPT-NeoX's names of the positional embedding's learned tensors, lines
+        about errors, other lines for the user).
     """
-    # The names are GPT-NeoX's names of the positional embedding's learned tensors. They are empty
-    # if the checkpoint does not come from GPT-NeoX. The buffers are stored slopes or frequencies,
-    # by GPT-NeoX's names. Both kinds of lines are for the user.
+    # The names are empty if the checkpoint does not come from GPT-NeoX. The buffers have GPT-NeoX's
+    # names.
     if saved.kind != "published":
         buffers, _ = saved.imported_tensors()
         imported = saved.record.imported
@@ -158,8 +160,11 @@ def _read(
 
 
 def _merged_for_another_residual(saved: Saved, gpt_j_residual: bool) -> list[str]:
-    """Return a list with an error line if the import used another value of `gpt_j_residual`."""
-    # The list is empty otherwise.
+    """Check whether the checkpoint was imported with this model's value of `gpt_j_residual`.
+
+    Return a list with an error line if the import used the other value and therefore merged the
+    biases wrongly. Otherwise, return [].
+    """
     # With `gpt_j_residual`, the import sums the tensor-parallel shards of some biases.
     if saved.kind != "imported" or saved.record.imported is None:
         return []

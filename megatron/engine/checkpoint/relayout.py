@@ -161,7 +161,10 @@ def _run_converter(source: Path, target: Path, workers: int) -> None:
 
 
 def _complete_weights(folder: Path, record: Record, cuts: Mapping[str, Any]) -> None:
-    """Store each converted parameter's unsharded shape, sharded dimension and optimizer steps."""
+    """Add what DeepSpeed's converter left out to the files of each parameter in `folder`.
+
+    These are the unsharded shape, the sharded dimension and the number of optimizer steps.
+    """
     step = None
     for name, shape in record.shapes.items():
         dim, blocks = cuts.get(name, (0, 1))
@@ -210,11 +213,12 @@ def restore(
     cuts: Mapping[str, Any],
     changed: str,
 ) -> None:
-    """Convert the checkpoint `saved` to this run's parallel layout, and load it into `engine`.
+    """Convert `saved` to this run's parallel layout, and load the result into `engine`.
 
     Every rank must call this function. Afterwards, dropout uses new random streams.
 
     Args:
+        saved: The checkpoint.
         scratch: The folder in which the checkpoint is converted; it is removed afterwards.
         cuts: Maps each sharded parameter's name to how this run shards it.
         changed: A text for the log that lists the differences between the two layouts.

@@ -112,10 +112,10 @@ def complete(groups: Groups, saved: Saved, progress: TrainingProgress, to: Desti
 
 
 def set_aside_foreign(saved: Saved, lineage: str) -> None:
-    """Set the folder of a checkpoint aside: rename the folder if another run wrote the checkpoint.
+    """If another run wrote the checkpoint `saved`, set it aside: rename its folder.
 
     Args:
-        saved: The checkpoint.
+        saved: The checkpoint, which may be missing.
         lineage: The id of this run.
     """
     if saved.path.exists() and _lineage(saved) != lineage:

@@ -211,14 +211,15 @@ def _report(failure: Failure, lost: bool, causes: list[Failure]) -> None:
 def _report_to_store(failure: Failure, lost: bool) -> Failure | None:
     """Write `failure` into the job's key-value store, and print it.
 
+    If `lost` is true and another rank has reported the cause, `failure` is neither written nor
+    printed. If another rank prints the same error, `failure` is not printed again.
+
     Args:
         lost: Whether the failure is only a lost connection to another process.
 
     Returns:
-        The failure of another rank that caused `failure`, or None.
+        The failure of another rank that caused `failure`; None if no cause is known.
     """
-    # Nothing is printed if another rank prints the same error. The result is None if `lost` is
-    # false.
     if lost and _received and _received[0]["rank"] != failure["rank"]:
         print_if_elsewhere(_received[0])
         return _received[0]
@@ -252,8 +253,7 @@ def _write_for_launcher(text: str) -> None:
 
 
 def _wait_for(store: Store, key: str) -> Failure | None:
-    """Return the failure stored at `key`, or None if none is stored soon."""
-    # The wait is CAUSE_WAIT seconds.
+    """Return the failure stored at `key`, or None if there is none after CAUSE_WAIT seconds."""
     until = time.monotonic() + CAUSE_WAIT
     while not store.check([key]):  # torch's `wait` would print a warning
         if time.monotonic() > until:

@@ -102,7 +102,10 @@ class Hearing:
         self._talk = self._new_talk()
 
     def tick(self) -> None:
-        """Evaluate the heartbeats that the thread has read since the last call of this method."""
+        """Update how long each rank and the store have been silent.
+
+        The method uses the heartbeats that the thread has read since the last call of the method.
+        """
         # If the store has not answered for more than PATIENCE calls, a thread with a new connection
         # starts.
         talk = self._talk

@@ -49,7 +49,7 @@ Confirm = Callable[[], None]
 
 
 def unleased() -> None:
-    """Do nothing: a folder that needs no lease uses this function instead of a check."""
+    """Do nothing. Callers use this function as the check of a lease if a folder needs no lease."""
     # This is a `Confirm` function.
 
 
@@ -183,7 +183,10 @@ def _create(path: Path, text: str) -> None:
 
 
 def _wait_for_end(path: Path, content: str, key: str, deadline: float) -> None:
-    """Wait until the holder of a lease is dead or has removed the lease.
+    """Wait until it is known whether the holder of a lease is dead. If it is dead, return.
+
+    Return also if the holder has removed the lease, or if the lease is a copy that names another
+    folder.
 
     Args:
         path: The lease's file.
@@ -192,7 +195,8 @@ def _wait_for_end(path: Path, content: str, key: str, deadline: float) -> None:
         deadline: The time (of `time.monotonic`) at which to give up.
 
     Raises:
-        CheckpointError: The holder is alive, or this was still unknown at the deadline.
+        CheckpointError: The holder is alive, or it is unknown at the deadline whether the holder is
+            alive.
     """
     # If this machine cannot check the holder's process, the holder counts as dead after LIFETIME
     # seconds without a heartbeat. A holder's process that still exists then is an error.
@@ -223,7 +227,7 @@ def _wait_for_end(path: Path, content: str, key: str, deadline: float) -> None:
 
 
 def leases(folder: Path) -> dict[Path, str]:
-    """Return a dict from the path to the content of each lease in `folder`, which may not exist."""
+    """Return a dict from path to content of each lease in `folder`. The folder may be missing."""
     paths = [each for each in folder.glob(".lease-*") if re.fullmatch(r"\.lease-[0-9]+", each.name)]
     return {path: found[0] for path in paths if (found := _read(path))}
 
@@ -253,7 +257,9 @@ def _place(folder: Path) -> tuple[str, int, int] | None:
 
 
 def _names_another(content: str, folder: Path) -> bool:
-    """Return whether a lease names a folder other than `folder`, so that the lease is a copy.
+    """Return whether the lease in `folder` names another folder.
+
+    Such a lease is a copy, which was made when somebody copied the folder.
 
     Args:
         content: The content of the lease.

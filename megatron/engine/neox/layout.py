@@ -210,13 +210,15 @@ def theta_columns(theta_HN: Tensor, names: Sequence[str]) -> dict[str, Tensor]:
 
 
 def theta_from_columns(columns: dict[str, Tensor]) -> tuple[Tensor, list[str]]:
-    """Return the positional embedding's parameters [heads, parameters per head], and their names.
+    """Return the positional embedding's parameters [heads, parameters per head], and the names.
+
+    The names are GPT-NeoX's names of the parameters of a head. This function is the inverse of
+    `theta_columns`.
 
     Args:
         columns: The tensors of the positional embedding in one transformer block, by GPT-NeoX's
             names. Each tensor contains all heads.
     """
-    # This function is the inverse of `theta_columns`. The names are GPT-NeoX's.
     if RPE + TABLE in columns:
         return columns[RPE + TABLE].T.contiguous(), [TABLE]
     names = [name for name in THETA if RPE + name in columns]

@@ -148,9 +148,14 @@ def _infer(states: dict, num_layers: int, tied: bool, parts: int, num_heads: int
 
 
 def _shards_by_position(states: dict, out: Published) -> dict[int, list[dict[str, Tensor]]]:
-    """Return a dict from pipeline position to each rank's tensors by name."""
-    # `states` maps (pipeline position, tensor-parallel rank) to the tensors by name. Positions with
-    # missing files are left out. Each missing or unknown file adds a line to `out.problems`.
+    """Return a dict from pipeline position to a list of each rank's tensors, by name.
+
+    Positions with missing files are left out.
+
+    Args:
+        states: Maps (pipeline position, tensor-parallel rank) to the tensors, by name.
+        out: The checkpoint. Each missing or unknown file adds a line to `out.problems`.
+    """
     shape = out.shape
     expected = {
         (index, rank)

@@ -114,15 +114,22 @@ class Shape:
         return rows // width
 
     def file_name(self, name: str) -> str:
-        """Return the name that the checkpoint files use for the tensor `name` of KERPLE's code."""
+        """Return the name that the checkpoint files use for a tensor.
+
+        Args:
+            name: The name of the tensor in the published KERPLE code.
+        """
         for old, new in _SINCE_2024.items():
             name = name.replace(old, new) if self.head else name
         return name
 
 
 def published_name(name: str) -> str:
-    """Return the name that the published KERPLE code uses for a tensor of gpt-neox since 2024."""
-    # A name of the published code is returned unchanged.
+    """Return the name that the published KERPLE code uses for a tensor.
+
+    Args:
+        name: The name of the tensor in the published KERPLE code, or in gpt-neox since 2024.
+    """
     for old, new in _SINCE_2024.items():
         name = name.replace(new, old)
     return name

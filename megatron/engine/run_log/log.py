@@ -114,8 +114,9 @@ class RunLog(AbstractContextManager):
         """Print one line on stdout and append it to `log.txt`.
 
         If `text` is too wide for the terminal, the terminal shows the first text of `shorter` that
-        fits. If none fits, it shows the last one. A file on a full disk misses the line. If
-        stdout is redirected to `log.txt`, the line is written only once.
+        fits. If none fits, the terminal shows the last text of `shorter`. If a disk is full, the
+        files on this disk lack the line, and no error is raised. If stdout is redirected to
+        `log.txt`, the line is written only once.
         """
         # Stdout is redirected to `log.txt` in a cell of a sweep.
         if not self.is_main:
@@ -230,9 +231,11 @@ class RunLog(AbstractContextManager):
             self._bar = None
 
     def _append(self, path: Path, row: str = "") -> bool:
-        """Append `row` to a file, and return whether the write succeeded."""
-        # With the row "", the file is flushed to disk. If a write failed, the next call first
-        # writes its rows.
+        """Append `row` to a file, and return whether the write succeeded.
+
+        If `row` is "", flush the file to disk. If a write fails, the next call first writes the
+        rows of the failed write.
+        """
         rows = [*self._unwritten, row] if row else self._unwritten
         try:
             if rows and self._confirm is not None:
@@ -257,7 +260,7 @@ class RunLog(AbstractContextManager):
 
 
 def _file_of(stream: Any) -> os.stat_result | None:
-    """Return the status of the regular file that `stream` writes to, or None."""
+    """Return the status of the regular file that `stream` writes to; None without such a file."""
     try:
         found = os.fstat(stream.fileno())
     except (AttributeError, OSError, ValueError):  # no stdout, or one without a descriptor

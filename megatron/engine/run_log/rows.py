@@ -45,8 +45,10 @@ def json_line(row: Mapping[str, Metric]) -> str:
 
 
 def described(metrics: Mapping[str, float]) -> str:
-    """Return the losses and perplexities as text."""
-    # For example, `loss 1.5000, ppl 4.482; loss_at_256 1.4900, ppl 4.437`.
+    """Return the metrics as text, with the perplexity after each loss.
+
+    For example, the text is `loss 1.5000, ppl 4.482; loss_at_256 1.4900, ppl 4.437`.
+    """
     shown = []
     for path, value in metrics.items():
         name = path.rpartition("/")[2]

@@ -27,13 +27,14 @@ class Counting:
     per_token: bool = False
 
     def pair(self, tokens_BS: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the pair (inputs, targets) of sequences.
+        """Return the inputs and the targets of sequences. Each target is the token after its input.
 
         Args:
             tokens_BS: B sequences with S tokens each, [B, S].
 
         Returns:
-            Two tensors [B, S - 1].
+            (inputs, targets), two tensors [B, S - 1]. `UNCOUNTED` replaces each target that does
+            not count in the loss.
         """
         inputs, targets = inputs_and_targets(tokens_BS)
         if self.uncounted_after is not None:
@@ -41,10 +42,10 @@ class Counting:
         return inputs, targets
 
     def divisor(self, arrays: Sequence[np.ndarray], groups: Groups) -> torch.Tensor:
-        """Return the divisor of a micro-batch's sum of losses, if all targets have equal weight.
+        """Return the number by which to divide the sum of the losses of each micro-batch.
 
-        The divisor is the number of targets that count in the loss, averaged over the micro-batches
-        of all ranks.
+        With this divisor, all targets that count in a step have the same weight. The divisor is
+        the mean number of such targets in a micro-batch, over the micro-batches of all ranks.
 
         Args:
             arrays: This rank's micro-batches of one step.

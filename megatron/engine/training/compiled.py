@@ -38,11 +38,11 @@ class Compilations:
         self._first: int | None = None
 
     def metrics(self) -> dict[str, int]:
-        """Return the numbers of all graphs, of graphs made after the first step, and of skips.
+        """Return three counts: of all graphs, of graphs made after the first step, and of skips.
 
-        Call this method after each step, because the first call counts the first step's graphs.
-        A skip is a forward or backward pass that torch could not record in a CUDA graph. The result
-        is empty if the model is not compiled.
+        Call this method after each step: the first call records how many graphs the first step
+        made. A skip is a forward or backward pass that torch could not record in a CUDA graph. If
+        the model is not compiled, the result is empty.
         """
         if not self._asked:
             return {}

@@ -87,7 +87,7 @@ class Hook(AbstractContextManager):
         """Process the step that was just taken."""
 
     def state(self) -> Mapping[str, Any]:
-        """Return this hook's state for a checkpoint, as JSON values by names.
+        """Return this hook's state for a checkpoint, as a dict from name to JSON value.
 
         No two hooks may use the same name.
         """

@@ -46,13 +46,13 @@ def parameter_groups(model: nn.Module, section: OptimizerConfig) -> list[dict[st
     """Divide the trained parameters into groups for the optimizer.
 
     Returns:
-        The groups, each {"params", "weight_decay", "name"}. A group may have a learning rate of its
-        own. Muon may train a group.
+        The groups, each {"params", "weight_decay", "name"}. A group with its own learning rate also
+        has the entry "lr_multiplier". If the config selects Muon, each group has the entry "muon",
+        which says whether Muon trains the group.
     """
     # The first group has weight decay, and the second has none. If theta (the positional
-    # embedding's learned parameters) has its own learning rate, a third group with the entry
-    # "lr_multiplier" holds theta. For Muon, the last group holds the matrices of the transformer
-    # blocks, and each group has the entry "muon", which says whether Muon trains the group.
+    # embedding's learned parameters) has its own learning rate, a third group holds theta. For
+    # Muon, the last group holds the matrices of the transformer blocks.
     muon, weight_decay = section.type == "muon", section.weight_decay
     theta_lr_multiplier = section.theta_lr_multiplier
     decay_theta = section.weight_decay_positional and section.theta_frozen is not True

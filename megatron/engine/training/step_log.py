@@ -85,10 +85,10 @@ class StepLog(Hook):
         return clock((self.config.training.train_iters - step.number) * self._seconds)
 
     def _finite_loss(self, step: Step) -> float:
-        """Return the mean loss since the last log line over all ranks.
+        """Return the mean loss of all ranks since the last log line.
 
         Raises:
-            BadLossError: The loss is not finite, and the training is not in fp16.
+            BadLossError: The loss is not finite, and the run does not train in fp16.
         """
         # Skipped steps do not count.
         steps, mean = self._meter.steps, self._meter.mean()

@@ -91,7 +91,7 @@ def run_suite(
 def measure_with_progress(
     subject: Subject, sample: Sample, tokenizer: Tokenizer, judge: Subject | None = None
 ) -> list[Measure]:
-    """Run all measures, and show a progress bar of the tokens that the measures read."""
+    """Run all measures, and return the results. A progress bar counts the tokens that are read."""
     counts: list[int] = []
     for each in (subject, judge or subject):
         each.tick, each.loss_fn = counts.append, lambda inputs, targets: torch.zeros(inputs.shape)

@@ -142,8 +142,9 @@ def receptive_field(subject: Subject, sample: Sample, full_nT: np.ndarray) -> Me
 
 
 def field_of(rows: list[Row]) -> int | str:
-    """Return the receptive field: the shortest context not significantly worse than the best.
+    """Return the receptive field: the shortest context with about the loss of the best context.
 
+    The loss of this context is not significantly worse than the loss of the best context.
     The result is a number of tokens. Without intervals of the losses, the result is "unclear".
 
     Args:
@@ -158,8 +159,10 @@ def field_of(rows: list[Row]) -> int | str:
 
 
 def _after_context(subject: Subject, sample: Sample, context: int) -> np.ndarray:
-    """Return the losses of the last tokens of each sequence, after about `context` tokens."""
-    # The shape is [n, sample.tail].
+    """Return the losses of the last `sample.tail` tokens of each sequence, [n, sample.tail].
+
+    The model predicts each of these tokens from about `context` tokens.
+    """
     tail, end = sample.tail, sample.longest + 1
     step = min(max(1, context // 4), tail)
     losses = np.empty((len(sample.sequences_nT), tail))
@@ -174,12 +177,12 @@ def _after_context(subject: Subject, sample: Sample, context: int) -> np.ndarray
 
 
 def of_other_documents(documents: np.ndarray) -> np.ndarray:
-    """Return the index of a sequence from another document, for each sequence.
+    """For each sequence, return the index of a sequence from another document, [n].
 
     Args:
-        documents: The document of each sequence, [n], in ascending order.
+        documents: The document of each sequence, [n], in ascending order. There must be at least
+            two documents.
     """
-    # At least two documents must occur.
     count = len(documents)
     later = np.searchsorted(documents, documents, side="right")
     offset = np.arange(count) - np.searchsorted(documents, documents)

@@ -72,15 +72,15 @@ def _summary(by_layer: list[np.ndarray], documents: np.ndarray) -> Measure:
 
 
 def _layer(documents: np.ndarray, numbers_nHX: np.ndarray, layer: int) -> Measure:
-    """Return the share of one layer's attention by distance, for each head.
+    """Return the measure of one layer: the share of attention at each distance, for each head.
 
     Args:
         documents: The document of each sequence, [n].
-        numbers_nHX: The attention statistics of each sequence and head.
+        numbers_nHX: The statistics that `_watch` collects for each sequence and head,
+            [n, heads, 2 + bins].
         layer: The index of the layer.
     """
-    # The distance is the number of tokens back, where the query's own token is 1. `numbers_nHX`
-    # comes from `_watch`.
+    # The distance is the number of tokens back, where the query's own token is 1.
     rows = [
         Row({"tokens_back": 2**place, "head": head}, mean_of(mass_nD[:, [place]], documents))
         for head, mass_nD in enumerate(numbers_nHX[:, :, 2:].swapaxes(0, 1))
@@ -93,11 +93,15 @@ def _layer(documents: np.ndarray, numbers_nHX: np.ndarray, layer: int) -> Measur
 def _watch(attend: Callable[[Call], Tensor], numbers: list[Tensor], call: Call) -> Tensor:
     """Call the attention function `attend`, and append statistics of its attention to `numbers`.
 
+    The statistics are a tensor [heads, 2 + bins]: the attention to the first token and to a sink's
+    null key, the entropy in nats, and the attention in each bin of distances.
+
     Args:
         call: The arguments of the attention function, for one sequence.
+
+    Returns:
+        The output of `attend`.
     """
-    # The statistics are a tensor [H heads, 2 + bins]: the attention to the first token and to a
-    # sink's null key, the entropy in nats, and the attention in each bin of distances.
     q_BHTE, k_BKSE, positions_BT = call.q_BHTE, call.k_BKSE, call.positions_BT
     size = k_BKSE.shape[2]
     start = max(0, size - QUERIES)

@@ -67,7 +67,7 @@ class Sample:
 
     Attributes:
         sequences_nT: The tokens of n sequences, int64 [n, longest + 1]. Each sequence is part of a
-            single document.
+            single document. `longest` is the largest of `lengths`.
         documents: The document of each sequence, [n], in ascending order.
         train_length: The length at which the model was trained, in tokens.
         lengths: The lengths at which the model is measured, in tokens and in ascending order.

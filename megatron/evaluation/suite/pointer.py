@@ -94,15 +94,13 @@ def predictions(sequences_nT: np.ndarray, window: int) -> dict[str, np.ndarray]:
 
     Args:
         sequences_nT: The tokens of n sequences, int64 [n, T].
-        window: The last `window` tokens before a target are near, and all earlier ones are far.
+        window: The number of tokens before a target that are near. All earlier tokens are far.
 
     Returns:
-        A dict of three arrays [n, T - 1, orders]. The pointers of "all" copy from all earlier
-        tokens, the pointers of "near" only from near tokens, and the pointers of "far" only from
-        far tokens.
+        A dict from "all", "near" and "far" to arrays [n, T - 1, orders], with the orders of
+        `ORDERS`. The pointers of "all" copy from all earlier tokens, the pointers of "near" only
+        from near tokens, and the pointers of "far" only from far tokens.
     """
-    # The keys are "all", "near" and "far", and `ORDERS` lists the orders. "near" copies only the
-    # last `window` tokens before the target, and "far" only tokens before these.
     grams, found = _gram_ids(sequences_nT, max(ORDERS) + 1), {"all": [], "near": [], "far": []}
     for order in ORDERS:
         # A match ends one token before the token that is copied.
@@ -134,7 +132,10 @@ def _gram_ids(sequences_nT: np.ndarray, longest: int) -> dict[int, np.ndarray]:
 
 
 def _earlier(ids_nT: np.ndarray, beyond: int) -> np.ndarray:
-    """Return how often each id occurs earlier, more than `beyond` positions away, [n, T]."""
+    """Return how often the id of each position occurs at earlier positions, [n, T].
+
+    Only positions more than `beyond` positions earlier count.
+    """
     positions = np.arange(ids_nT.shape[1])
     start_nT = ids_nT * len(positions)
     keys = np.sort((start_nT + positions).ravel())
@@ -143,13 +144,13 @@ def _earlier(ids_nT: np.ndarray, beyond: int) -> np.ndarray:
 
 
 def gains(found_nTO: np.ndarray, losses_nT: np.ndarray, groups: np.ndarray) -> np.ndarray:
-    """Return how much mixing the model with a pointer lowers each loss, in nats [n, T].
+    """Return how much each loss falls if pointers are mixed with the model, in nats [n, T].
 
     A pointer predicts a copy of earlier text.
 
     Args:
-        found_nTO: The probability of each target by pointers that match O different numbers of
-            tokens, or -1 where a pointer finds no match, [n, T, O].
+        found_nTO: The probability that each of O pointers assigns to each target, [n, T, O]. It is
+            -1 where a pointer finds no match. Each pointer matches another number of tokens.
         losses_nT: The model's loss of each target, in nats [n, T].
         groups: The document of each sequence, [n].
     """
@@ -170,13 +171,14 @@ def gains(found_nTO: np.ndarray, losses_nT: np.ndarray, groups: np.ndarray) -> n
 
 
 def _weights(ratios: np.ndarray) -> np.ndarray:
-    """Return the weights [1 + orders] of the predictors in the best mixture.
+    """Return the weights of the predictors in the best mixture, [1 + orders].
+
+    The predictors are the model and one pointer of each order.
 
     Args:
-        ratios: The probability that each predictor assigns to a token, divided by the model's
-            probability, [tokens, 1 + orders].
+        ratios: The probability that each predictor assigns to each token, divided by the
+            probability that the model assigns to this token, [tokens, 1 + orders].
     """
-    # The predictors are the model and the pointers of each order.
     hits = ratios[ratios[:, 1:].any(1)]  # the other tokens belong to the model
     weights = np.full(ratios.shape[1], 1 / ratios.shape[1])
     for _ in range(STEPS):

@@ -163,8 +163,8 @@ def with_controls(facts: list[Fact], others: list[int], asked: list[int]) -> Puz
 
     Args:
         facts: The facts. Each fact consists of a cue, the answer, and the end of the statement.
-        others: The index of another fact for each fact. In a control text, each fact has the answer
-            of that other fact.
+        others: For each fact, the index of another fact. In a control text, each fact has the
+            answer of the other fact.
         asked: The indices of the facts that the question asks for, in this order.
     """
     # The puzzle has up to two controls. In the control `order`, the tokens of the asked answers are
@@ -261,7 +261,7 @@ def _losses(
     """Return the mean losses of the answers in the texts of one experiment.
 
     Returns:
-        (losses, losses by control text, document of each text).
+        (losses [n], a dict from control text to losses [n], document of each text [n]).
     """
     # The losses are empty if the texts are too short for the puzzle, or no puzzle can be drawn.
     rng, length = np.random.default_rng(seed), cell.at["length"]
@@ -290,8 +290,10 @@ def _losses(
 def _with_statements(
     text: np.ndarray, statements: list[np.ndarray], depths: list[float], puzzle: Puzzle
 ) -> np.ndarray:
-    """Return the text with `statements` inserted at `depths`, and with the question at the end."""
-    # The last tokens of `text` are left out, so that the result is as long as `text`.
+    """Return the text with `statements` inserted at `depths`, and with the question at the end.
+
+    The last tokens of `text` are left out, so that the result is as long as `text`.
+    """
     room = len(text) - sum(map(len, (*statements, puzzle.cue, puzzle.answer)))
     splits = np.split(text[:room], [round(depth * room) for depth in depths])
     parts = zip(splits, [*statements, puzzle.cue], strict=True)
