@@ -101,8 +101,8 @@ def score_mod_of(
         theta_HN: The embedding's parameters [heads, parameters].
         length: The number of keys.
         offset: The position of the first query.
-        positions_BT: The position of each query in its document [batch, queries]. Only biases that
-            depend on this position need it.
+        positions_BT: The position of each query in its document [batch, queries]. Biases that
+            depend on this position need it, and temperatures do, too.
 
     Raises:
         AttentionError: The embedding has a distance kernel, but `theta_HN` is None.

@@ -7,7 +7,8 @@
 
 Here `tokens` is the number of target tokens, and `bytes` is the number of UTF-8 bytes of these
 tokens. Each token is predicted from all earlier tokens of its sequence. Sequences do not overlap.
-All lengths are measured on the same text.
+All lengths are measured on the same text. With the config key `eval_sequences`, each length reads only
+the first sequences of the text.
 
 Three baselines measure the same model with short contexts of c tokens. The first one splits the
 text into sequences of c tokens, so that each token has 1 ... c predecessors. The second one scores
@@ -210,6 +211,8 @@ def measurement_of(
     config: Config, groups: Groups, loss_fn: LossFn, tokenizer: Tokenizer, text: Text, tokens: int
 ) -> tuple[Measurement, int]:
     """Return a `Measurement` on the config's text, and the number of target tokens at each length.
+
+    With `eval_sequences`, a length may have fewer.
 
     Args:
         loss_fn: The function that returns the loss of each target token.

@@ -76,7 +76,7 @@ def generate(
 
     Raises:
         CheckpointError: `load` contains no checkpoint, or the checkpoint does not fit the config.
-        DataError: There is no prompt, or a prompt has no tokens.
+        DataError: There is no prompt, or a prompt has no tokens (in its last document).
         PositionalError: A trained position table is too short for a prompt and its continuation.
     """
     with job_or_alone(config) as groups:
@@ -171,7 +171,7 @@ def _encoded(texts: list[str], tokenizer: Tokenizer, model: GPT) -> list[list[in
     prompt are left out.
 
     Raises:
-        DataError: There is no prompt, or a prompt has no tokens.
+        DataError: There is no prompt, or a prompt has no tokens (in its last document).
     """
     if not texts:
         raise DataError("there is no prompt; write one per line")

@@ -87,7 +87,7 @@ class BlockedCall:
         return x_NXE.view(self.B, self.H, -1, self.E).to(self.out_dtype)
 
     def new_kept(self) -> Tensor | None:
-        """Return a buffer for the attention probabilities, or None if they are not to be stored."""
+        """Return a buffer for the attention probabilities, or None if it is too large."""
         # With a factor w, the backward pass computes the query-key products again anyway. With a
         # sink, it also needs the sink's softmax weights.
         size, plain = self.tiles[-1].start + self.tiles[-1].size, (self.weight or self.sink) is None

@@ -183,7 +183,7 @@ def add_notes(out: Translation) -> None:
     """Add a note to `out` if the run saves no checkpoint, and a note if it uses `kerple`.
 
     `kerple` is the name of `kerple_log` in the code of the paper DAPE. There, each layer has its
-    own parameters. In this project, all layers share the parameters.
+    own parameters. In this project, all layers share them by default.
     """
     if "save_interval" in out.given and "save" not in out.given:
         out.notes.append("save_interval: nothing is saved, because `save` names no folder")

@@ -97,7 +97,8 @@ def partition_of(manifest: dict | None) -> dict | None:
 
     - `part`: The number of this part, counted from 1.
     - `of`: The number of all parts.
-    - `begin`: The first chunk of the part, as [index of the input, number of the chunk].
+    - `begin`: The first chunk of the part, as [index of the input from 0, number of the
+      chunk in this input from 1].
     - `end`: The last chunk of the part, in the same form.
     """
     # It is the manifest's entry `partition`. A preparation run can be divided into partitions, and

@@ -164,10 +164,7 @@ def publish(folder: Path, tag: str, confirm: Confirm) -> None:
 
 
 def remove_unfinished(folder: Path) -> list[str]:
-    """Delete the unfinished files and folders of a killed run.
-
-    Return the names of the deleted folders.
-    """
+    """Delete what a killed run left, or complete its save. Return the names of deleted folders."""
     # A killed run may leave folders `.unfinished-NAME` and `.replaced-NAME`, and temporary files
     # (see `megatron.files.replacing`). Two things are kept:
     # - `.replaced-NAME`, if there is no folder `NAME`. It is renamed back to `NAME`.

@@ -203,7 +203,9 @@ class RunLog(AbstractContextManager):
             sink.restart(step, rows)
 
     def go_back(self, step: int, *, validates_again: bool = False) -> None:
-        """Remove the metrics of steps after `step`, because the run continues from `step`.
+        """Remove the rows of steps after `step` from `metrics.jsonl`, and continue from `step`.
+
+        TensorBoard hides its metrics of these steps. wandb keeps them.
 
         Args:
             validates_again: Whether to remove the row with the validation loss of `step`, too.

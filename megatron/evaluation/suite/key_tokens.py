@@ -25,8 +25,7 @@ def key_tokens(
             T targets each.
         twin_nT: The measured model's losses with a window of the training length in each layer, in
             nats [n, T].
-        gain_nT: The amount by which the full context lowers the judge's loss of each target, in
-            nats [n, T].
+        gain_nT: The judge's `judged_gain`, in nats [n, T].
         judge: The name of the judge in the report.
     """
     # A token is a key token if its `gain_nT` (see `judged_gain`) is above `KEY_GAIN`. Only tokens
@@ -55,6 +54,8 @@ def key_tokens(
 
 def judged_gain(full_nT: np.ndarray, twin_nT: np.ndarray) -> np.ndarray:
     """Return the judge's gain: how much the full context lowers its loss of each token, [n, T].
+
+    The gain is -inf where the loss with the full context is at least `KEY_LOSS`.
 
     Args:
         full_nT: The judge's losses with the full context, in nats [n, T].
