@@ -7,8 +7,8 @@
 
 Here `tokens` is the number of target tokens, and `bytes` is the number of UTF-8 bytes of these
 tokens. Each token is predicted from all earlier tokens of its sequence. Sequences do not overlap.
-All lengths are measured on the same text. With the config key `eval_sequences`, each length reads only
-the first sequences of the text.
+All lengths are measured on the same text. With the config key `eval_sequences`, each length reads
+only the first sequences of the text.
 
 Three baselines measure the same model with short contexts of c tokens. The first one splits the
 text into sequences of c tokens, so that each token has 1 ... c predecessors. The second one scores

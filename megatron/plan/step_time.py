@@ -15,7 +15,7 @@ than computing them.
 
 With m micro-batches on p stages (1F1B), the slowest stage computes m times and waits p - 1 times.
 Tensor-, context- and pipeline-parallel communication stops the computation. If `overlap_comm` is on
-(the default of ZeRO-3), gradients are sent during the computation, and with ZeRO-3 weights are, too.
+(the default of ZeRO-3), gradients are sent during the computation. With ZeRO-3, so are weights.
 
 Legend: e fraction of the peak rate P that large products reach, b bytes of a number, a how many
 times each number is moved, B memory bandwidth, t operations of a tile for each unit of K, S
