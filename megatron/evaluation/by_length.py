@@ -7,13 +7,11 @@
 
 Here `tokens` is the number of target tokens, and `bytes` is the number of UTF-8 bytes of these
 tokens. Each token is predicted from all earlier tokens of its sequence. Sequences do not overlap.
-All lengths are measured on the same text. With the config key `eval_sequences`, each length reads
-only the first sequences of the text.
+All lengths are measured on the same text, or on its first `eval_sequences` sequences.
 
 Three baselines measure the same model with short contexts of c tokens. The first one splits the
-text into sequences of c tokens, so that each token has 1 ... c predecessors. The second one scores
-single tokens that have exactly c predecessors. The third one is the windowed twin: in each layer, a
-token of the longest sequences sees only the last c tokens.
+text into sequences of c tokens. The second one scores single tokens with exactly c predecessors.
+The third one is the windowed twin: in each layer, a token sees only the last c tokens.
 """
 
 import math
@@ -210,9 +208,7 @@ def evaluate_lengths(
 def measurement_of(
     config: Config, groups: Groups, loss_fn: LossFn, tokenizer: Tokenizer, text: Text, tokens: int
 ) -> tuple[Measurement, int]:
-    """Return a `Measurement` on the config's text, and the number of target tokens at each length.
-
-    With `eval_sequences`, a length may have fewer.
+    """Return a `Measurement` on the config's text, and the largest number of target tokens.
 
     Args:
         loss_fn: The function that returns the loss of each target token.

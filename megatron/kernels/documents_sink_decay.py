@@ -123,11 +123,10 @@ def load_clamped(base, first, limit, N: tl.constexpr):
 
 @triton.jit
 def lost_by(decay, reference):
-    """Return how much the decay lowers the logits of several keys for the query at `reference`.
+    """Return (c_j - c_r) / scale, which the decay subtracts from y, for several keys j.
 
-    The result is divided by scale.
+    `decay` comes from `open_decay`, which got the positions j. `reference` is the position r.
     """
-    # (c_j - c_r) / scale for r = `reference`. `open_decay` got the positions j as its argument.
     high, low = tl.load(decay[0] + reference), tl.load(decay[1] + reference)
     return (decay[2] - high) + (decay[3] - low)
 

@@ -193,10 +193,11 @@ class RunLog(AbstractContextManager):
                 self.line(f"{sink.about}: not written any more, training goes on: {error}")
 
     def _restart(self, step: int | None) -> None:
-        """Make TensorBoard show the rows of `metrics.jsonl` when a run continues from `step`."""
-        # First, the earlier events of `step` and of all later steps are hidden in TensorBoard. Then
-        # the rows of `step` in `metrics.jsonl` are sent to TensorBoard again. If `step` is None, no
-        # events are hidden and no rows are sent.
+        """Hide TensorBoard's events from `step` on, and send it the rows of `step` again.
+
+        The rows are those in `metrics.jsonl`. If `step` is None, the run is new, and nothing is
+        hidden or sent.
+        """
         written = RunFolder(self._path.parent).metrics_rows() if self._path and self._sinks else ()
         rows = [row for row in written if row["step"] == step]
         for sink in self._sinks:
