@@ -24,7 +24,7 @@ class Speed:
         prompt_tokens: The number of tokens in the prompts.
         prompt_seconds: The time from the start of each batch until its first new tokens.
         tokens: The number of new tokens, not counting the first new token of each prompt.
-        seconds: The time in which the tokens that `tokens` counts were generated.
+        seconds: The time that it took to generate these new tokens.
     """
 
     prompt_tokens: int = 0

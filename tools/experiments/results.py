@@ -78,16 +78,15 @@ def of_grid(grid: Grid) -> tuple[Frame, list[str]]:
 
 
 def of_folders(folders: Sequence[Path]) -> Frame:
-    """Return the results of run folders that belong to no grid, as a table.
+    """Return the results of run folders as a table. The runs need not be cells of a grid.
 
-    The column `embedding` identifies the run of each row.
+    The column `embedding` contains the run's `pos_emb`, or the name of its folder.
 
     Raises:
         OSError: A folder has no `config.yml`.
         DataError: A table of results is damaged.
     """
-    # The value of `embedding` is the `pos_emb` of the run. If several folders have the same
-    # `pos_emb` and seed, the value is the folder's name instead.
+    # The folder's name is used if several folders have the same `pos_emb` and seed.
     found = []
     for folder in folders:
         settings, problems = read_file(RunFolder(folder).config)
