@@ -27,7 +27,6 @@ from megatron.evaluation.perplexity_statistics import LengthResult
 from tools.experiments import grid_report
 from tools.experiments.claims import Verdict
 from tools.experiments.grid import read_grid
-from tools.experiments.report_head import Head
 
 ROOT = Path(__file__).parents[2]
 MODEL = "4 layers of width 128"
@@ -89,20 +88,21 @@ def grids() -> None:
             Verdict(**row) for row in pd.read_csv(folder / "verdicts.csv").to_dict("records")
         ]
         cells = pd.read_csv(folder / "cells.csv")
-        head = Head(
-            title=f"{grid.about.title}: {text}",
-            question=grid.about.question,
-            methods=f"{len(cells)} models with {MODEL} (1.1M parameters) were trained for 700 "
+        head = {
+            "title": f"{grid.about.title}: {text}",
+            "question": grid.about.question,
+            "methods": f"{len(cells)} models with {MODEL} (1.1M parameters) were trained for 700 "
             f"steps of 16 sequences of 128 tokens on {text}, with 3 or 5 seeds. They are measured "
             "on the test split; a claim is tested over the seeds by paired t tests at a level of "
             "0.05, after Holm's correction for all claims.",
-            models=about,
-            rebuild=f"python tools/sweep.py {grid_file}{sets}\n"
+            "models": about,
+            "rebuild": f"python tools/sweep.py {grid_file}{sets}\n"
             f"python tools/table.py {grid_file}{sets} --out docs/results/{name}",
-            origin=f"The runs: {when}, 2 cores of an AMD EPYC, code {cells['megatron'].iloc[0]}, "
-            f"torch {cells['torch'].iloc[0]}, Python {cells['python'].iloc[0]}.",
-        )
-        (folder / "report.html").write_text(grid_report.page(head, parts, verdicts, []))
+            "origin": f"The runs: {when}, 2 cores of an AMD EPYC, code "
+            f"{cells['megatron'].iloc[0]}, torch {cells['torch'].iloc[0]}, "
+            f"Python {cells['python'].iloc[0]}.",
+        }
+        (folder / "report.html").write_text(grid_report.page("html", head, parts, verdicts, []))
 
 
 def benchmarks() -> None:

@@ -84,14 +84,12 @@ def rendered(path: Path, css: str) -> str:
 
 def taken(page: Page, given: str, path: Path, wait: float) -> list[str]:
     """Take a screenshot of a page, and return the faults of the page."""
-    local = "://" in given
+    local, origin = "://" in given, "/".join(given.split("/")[:3]) + "/"
     asked: list[str] = []
 
     def reach(route) -> None:
         url = route.request.url
-        if url.startswith(("file:", "data:", "blob:")) or (
-            local and url.startswith(given.partition("#")[0])
-        ):
+        if url.startswith(("file:", "data:", "blob:")) or (local and url.startswith(origin)):
             route.continue_()
         else:
             asked.append(f"{given}: asks for {url}")

@@ -164,3 +164,10 @@ def test_the_runs_of_more_are_also_measured_with_a_window(tmp_path, monkeypatch)
     assert asked == [("suite", ()), ("suite_window", ("sliding_window_width=127",))]
     assert [row["method"] for row in found] == ["more", "window"]
     assert found[0]["perplexity_2048"] == 16 and found[0]["gain"] == 0.1
+
+
+@pytest.mark.parametrize("name", ["pictures"])
+def test_a_script_that_no_other_test_reads_can_be_imported(name, monkeypatch):
+    """What the scripts import may have moved. `screenshots` needs a browser's packages."""
+    monkeypatch.syspath_prepend(ROOT)
+    assert script(name).__doc__

@@ -88,7 +88,7 @@ def test_a_foreign_host_is_found(text):
     ("words", "first"),
     [
         ("resume", "docs/resuming/"),
-        ("out of memory", "docs/memory_and_speed/"),  # its first section
+        ("out of memory", "docs/memory_and_speed/#out-of-memory"),
         ("slurm", "docs/cluster/#slurm"),
         ("learning rate", "docs/training/#learning-rate"),
         ("tokenizer", "docs/data/#tokenizers"),
