@@ -5,10 +5,7 @@ from collections.abc import Callable, Sequence
 from megatron.data.tokenizers.base import Tokenizer
 
 WINDOW = 8
-"""The largest number of tokens whose text is held back because of an incomplete character.
-
-A character has at most 4 tokens, one for each byte.
-"""
+"""The most tokens that are held back for an incomplete character, which has at most 4 bytes."""
 UNFINISHED = "\ufffd"
 """The character that tokenizers return for the bytes of an incomplete or invalid character."""
 

@@ -35,9 +35,7 @@ from megatron.rehearsal.event_log import MESSAGES, Event, EventLog, recording
 
 Sent = dict[tuple, list[list[int] | None]]
 """Maps (group, sender, receiver) to the messages, and (group, root) to the broadcasts, in order.
-
-Each message or broadcast is a list of integers, or None if it contains other numbers.
-"""
+Each message or broadcast is a list of integers, or None if it contains other numbers."""
 _HALF = "deepspeed.accelerator.cpu_accelerator.CPU_Accelerator.is_fp16_supported"
 
 
