@@ -117,18 +117,20 @@ def decide(table: pd.DataFrame) -> pd.DataFrame:
 
     R1 needs a p value below 2.5% (one-sided t test over seeds that the gain is above 0; Holm's
     first step of two), and an interval of each seed that excludes 0. R2 needs a mean share of at
-    least 30%. `passes` counts for the doses up to 5,600 steps of `kerple_log`, with three seeds.
+    least 30%, and a headroom whose interval excludes 0. Only `kerple_log` with three seeds and at
+    most 5,600 steps can pass.
     """
     rows = []
     for (dose, name), group in table.groupby(["dose", "embedding"], sort=False):
         several = len(group) > 1
         p = ttest_1samp(group.gain, 0, alternative="greater").pvalue if several else math.nan
         r1 = bool(p < 0.025 and (group.gain_low > 0).all())
-        r2 = bool(group.share.mean() >= 0.3)
+        r2 = bool(group.share.mean() >= 0.3 and (group.headroom_low > 0).all())
+        counts = name == "kerple_log" and int(dose) <= 5600 and len(group) == 3
         rows.append(
             {"dose": dose, "embedding": name, "seeds": len(group), "gain": group.gain.mean(),
              "p": p, "share": group.share.mean(), "change": group.change.mean(),
-             "R1": r1, "R2": r2, "passes": r1 and r2}
+             "R1": r1, "R2": r2, "passes": r1 and r2 and counts}
         )  # fmt: skip
     return pd.DataFrame(rows)
 
@@ -142,10 +144,10 @@ def by_dose(table: pd.DataFrame) -> Any:
         mean = group.share.groupby(steps).mean()
         axes.plot(mean.index, mean, color=colour, label=name, marker="")
         axes.plot(steps, group.share, ls="", marker="o", ms=4, color=colour)
-    axes.axhline(0.3, color="grey", lw=1)
+    axes.axhline(0.3, color="grey", lw=1, label="criterion R2")
     axes.set(xlabel="steps of 2,048 tokens", ylabel="share", xscale="log")
-    steps = table.dose.astype(int)
-    pictures.plain_ticks(axes.xaxis, steps.min(), steps.max())
+    pictures.plain_ticks(axes.xaxis, 700, 5600)
+    axes.set_xticks(sorted(set(table.dose.astype(int))))
     axes.legend()
     return figure
 
@@ -156,8 +158,10 @@ def drawn(table: pd.DataFrame, title: str) -> Any:
     figure, (axes,) = pictures.panels(f"Share of the pointer's gain that the model takes: {title}")
     names = list(dict.fromkeys(table.embedding))
     for place, (name, share, low, high) in enumerate(shares(table)):
-        error, colour = [[share - low], [high - share]], f"C{names.index(table.embedding[place])}"
-        axes.errorbar(share, place, xerr=error, marker="o", capsize=3, color=colour)
+        colour, known = f"C{names.index(table.embedding[place])}", high > low
+        error = [[max(0, share - low)], [max(0, high - share)]] if known else None
+        face = colour if known else "none"  # hollow: without an interval
+        axes.errorbar(share, place, xerr=error, marker="o", capsize=3, color=colour, mfc=face)
         axes.annotate(name, (high, place), xytext=(8, 0), textcoords="offset points", va="center")
     axes.axvline(0, color="grey", lw=1)
     axes.set(xlabel="share (95% interval over documents, where there are enough)", yticks=[])

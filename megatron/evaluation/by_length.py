@@ -173,7 +173,6 @@ def evaluate_lengths(
     Raises:
         DataError: The text is shorter than one sequence of the largest length.
     """
-    # The text is the split `eval_split`.
     if isinstance(text, Task):
         return evaluate_task(model, text, run_dir, say)
     config, groups, pos = model.config, model.groups, model.module.pos
@@ -213,13 +212,12 @@ def measurement_of(
     Args:
         loss_fn: The function that returns the loss of each target token.
         tokenizer: The tokenizer with which the text was made.
-        text: The text.
+        text: The text, of which the split `eval_split` is read.
         tokens: The maximum number of target tokens at each length.
 
     Raises:
         DataError: The text is shorter than one sequence of the largest length.
     """
-    # The text is the split `eval_split`.
     chosen, lengths = config.evaluation, config.evaluation.eval_lengths
     documents = text.splits[SPLITS.index(chosen.eval_split)]
     span = eval_span(text.shards, documents, lengths, tokens)
@@ -229,11 +227,14 @@ def measurement_of(
             f"than one sequence of {max(lengths)} tokens; evaluate shorter lengths, or give it a "
             "larger part of `split`"
         )
+
+    def targets_of(length: int) -> int:  # a baseline reads the text of the longest length
+        read = length if length in lengths else max(lengths)
+        return min(span, read * (chosen.eval_sequences or span))
+
     measurement = Measurement(
         loss_fn,
-        lambda length: eval_sequences(
-            text.shards, documents, length, min(span, length * (chosen.eval_sequences or span))
-        ),
+        lambda length: eval_sequences(text.shards, documents, length, targets_of(length)),
         tokenizer.token_bytes,
         chosen.eval_batch_tokens,
         groups,

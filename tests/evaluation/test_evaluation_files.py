@@ -134,6 +134,14 @@ def test_every_length_may_read_the_same_number_of_sequences(evaluate):
     assert table.length.tolist() == [16, 32] and table.sequences.tolist() == [3, 3]
 
 
+def test_a_baseline_reads_the_text_of_the_longest_length(evaluate):
+    """Two sequences of 32 tokens are 16 pieces of 4 tokens."""
+    _, folder, _ = evaluate(eval_sequences=2, eval_context_baseline=4)
+    table = pd.read_csv(folder / "context_baseline.csv")
+    assert table.sequences.tolist()[::2] == [16, 2]
+    assert pd.read_csv(folder / "extrapolation.csv").sequences.tolist() == [2, 2]
+
+
 def test_a_split_that_is_too_short_is_an_error(tmp_path):
     path = write_config(
         tmp_path / "c.yml",

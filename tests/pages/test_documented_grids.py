@@ -232,3 +232,32 @@ def test_the_gain_of_far_text(repo_root):
     gain, fall = pd.read_csv(docs / files[0]).iloc[0].value, loss[128] - loss[2048]
     assert f"its loss falls by {fall:.3f} nats" in one_line(docs / "lab" / "measurements.md")
     assert f"explains {gain:.3f}. The" in one_line(docs / "lab" / "measurements.md")
+
+
+def test_the_doses_of_the_second_study(repo_root):
+    page = repo_root / "docs" / "lab" / "plan_recipe.md"
+    found = pd.read_csv(repo_root / "docs" / "results" / "recipe_dose" / "verdicts.csv")
+    found = found[found.embedding == "kerple_log"]
+    shown = rows(page, "Step 2: dose and response", "| steps | gain G")
+    for row, dose in zip(shown, found.itertuples(), strict=True):
+        assert row["steps"] == f"{dose.dose:,}" and row["gain G, nats"] == f"{dose.gain:+.4f}"
+        assert row["share"] == f"{100 * dose.share:.0f}%"
+        assert row["perplexity at 2,048 against 128"] == f"{100 * dose.change:.0f}%"
+        assert (row["R1"] == "yes", row["R2"] == "yes") == (dose.R1, dose.R2)
+        assert dose.seeds == 3 and not dose.passes
+    measured = one_line(repo_root / "docs" / "lab" / "measurements.md")
+    last, first = found.iloc[-1], found.iloc[0]
+    assert f"gains {last.gain:.3f} nats from attention" in measured
+    assert f"{100 * last.share:.0f}% of what the pointer finds" in measured
+    assert f"it loses {-first.gain:.3f}." in measured
+
+
+def test_the_screening_of_the_second_study(repo_root):
+    """The page has the mean share of each recipe, and the recipe with the largest is chosen."""
+    text = one_line(repo_root / "docs" / "lab" / "plan_recipe.md")
+    found = pd.read_csv(repo_root / "docs" / "results" / "recipe_screen" / "recipes.csv")
+    shares = found.groupby("recipe", sort=False).share.mean()
+    for name, share in shares.items():
+        assert f"{share:.3f} ({name})" in text
+    first = shares[shares >= 0.9 * shares.max()].index[0]
+    assert f"Chosen: {first}." in text

@@ -98,7 +98,7 @@ def test_the_plans_criteria_by_hand():
     """Gains 1, 2, 3 have t = 2 / (1 / sqrt(3)) = 3.46, one-sided p = 0.037 with two degrees."""
     rows = [
         {"dose": dose, "embedding": "kerple_log", "gain": gain, "gain_low": low, "share": share,
-         "change": -0.1}
+         "headroom_low": 0.1, "change": -0.1}
         for dose, gains, low, share in (
             ("700", (1.0, 2.0, 3.0), 0.1, 0.5),
             ("1400", (2.0, 2.1, 2.2), 0.1, 0.29),

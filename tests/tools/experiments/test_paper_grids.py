@@ -26,6 +26,18 @@ COUNTS = {
     "recipe_screen.yml": 8, "recipe_constant.yml": 12, "recipe_dose.yml": 48,
     "retrofit_base.yml": 3, "retrofit.yml": 27, "seconds_per_step.yml": 10, "wikitext103.yml": 6,
 }  # fmt: skip
+RETROFITS = {
+    "more": ("rotary", None, None, "gentle"),
+    "linear": ("rotary", "linear", 16.0, "gentle"),
+    "ntk": ("rotary", "ntk", 16.0, "gentle"),
+    "yarn": ("rotary", "yarn", 16.0, "gentle"),
+    "rotary_kerple_log": ("rotary+kerple_log", None, None, "gentle"),
+    "kerple_log": ("kerple_log", None, None, "gentle"),
+    "kerple_log_fit": ("kerple_log", None, None, "fit"),
+    "none": ("none", None, None, "gentle"),
+    "alibi": ("alibi", None, None, "gentle"),
+}
+"""Maps each method of retrofit.yml to its embedding, `rope_scaling` and `retrofit_init`."""
 
 
 def cells(name: str, **given: str) -> list[Cell]:
@@ -51,7 +63,10 @@ def test_every_cell_composes(name):
         config = cell.config()
         embedding = cell.axes.get("embedding", "kerple_log")
         if name == "retrofit.yml":
-            embedding = config.model.pos_emb.replace(" + ", "+")
+            embedding, *given = RETROFITS[cell.axes["method"]]
+            scaling = [config.model.rope_scaling.get(key) for key in ("rope_type", "factor")]
+            assert [*scaling, config.checkpoint.retrofit_init] == given
+            assert config.checkpoint.finetune and config.training.train_iters == 280
         assert (
             config.model.pos_emb == embedding.replace("+", " + ")
             and config.training.seed == cell.seed
