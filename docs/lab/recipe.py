@@ -41,11 +41,7 @@ def main() -> int:
     parser.add_argument("--out", type=Path, required=True, help="folder for the table and picture")
     args = parser.parse_args()
     found = []
-    for cell in read_grid(args.grid).cells:
-        record = Record.read(cell.folder)
-        if record is None or record.state != "finished":
-            print(f"{cell.name} is not finished", file=sys.stderr)
-            continue
+    for cell in finished_cells(args.grid):
         measure(cell, RunFolder(cell.folder).suite)
         found.append(row(cell))
     if not found:
@@ -61,6 +57,16 @@ def main() -> int:
         decided.to_csv(args.out / "verdicts.csv", index=False, float_format="%.4g")
         print(decided.to_string(index=False))
     return 0
+
+
+def finished_cells(grid: Path) -> Iterator[Cell]:
+    """Yield the finished cells of a grid, and name the others."""
+    for cell in read_grid(grid).cells:
+        record = Record.read(cell.folder)
+        if record is None or record.state != "finished":
+            print(f"{cell.name} is not finished", file=sys.stderr)
+        else:
+            yield cell
 
 
 def measure(cell: Cell, folder: Path, overrides: Sequence[str] = ()) -> None:

@@ -21,12 +21,11 @@ from pathlib import Path
 from typing import Any
 
 import pandas as pd
-from recipe import TIMES, found_by_suite, measure
+from recipe import TIMES, finished_cells, found_by_suite, measure
 from scipy.stats import t, ttest_1samp
 
 from megatron import pictures
-from tools.experiments.grid import Cell, read_grid
-from tools.experiments.state import Record
+from tools.experiments.grid import Cell
 
 REFERENCES = ("more", "window")
 
@@ -36,13 +35,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("grid", type=Path)
     parser.add_argument("--out", type=Path, required=True, help="folder for the tables and picture")
     given = parser.parse_args(arguments)
-    rows = []
-    for cell in read_grid(given.grid).cells:
-        record = Record.read(cell.folder)
-        if record is None or record.state != "finished":
-            print(f"{cell.name} is not finished", file=sys.stderr)
-            continue
-        rows += rows_of(cell)
+    rows = [row for cell in finished_cells(given.grid) for row in rows_of(cell)]
     if not rows:
         return 1
     given.out.mkdir(parents=True, exist_ok=True)

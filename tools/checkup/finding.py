@@ -1,7 +1,4 @@
-"""Define what the doctor's checks examine (`Case`), and what they report (`Finding`).
-
-The doctor is `tools/doctor.py`.
-"""
+"""Define `Case`, the input of a check of `tools/doctor.py`, and `Finding`, the result of a check."""
 
 from dataclasses import dataclass
 from pathlib import Path
