@@ -1,4 +1,4 @@
-"""Define `Case`, the input of a check of `tools/doctor.py`, and `Finding`, the result of a check."""
+"""Define `Case`, the input of a check of `tools/doctor.py`, and `Finding`, the result."""
 
 from dataclasses import dataclass
 from pathlib import Path
