@@ -8,7 +8,8 @@ already is not measured again, and a run that is not finished is named. The runs
 `window`.
 
 `retrofit.csv` has a row for each run, and `differences.csv` compares each method with `more` and
-`window`, paired by seed. The picture shows the perplexity by length of each method.
+`window`, paired by seed. `verdicts.csv` has the plan's two primary tests. The pictures show the
+perplexity by length of each method, and the gain over the windowed twin of each run.
 """
 
 from __future__ import annotations
@@ -25,9 +26,12 @@ from recipe import TIMES, finished_cells, found_by_suite, measure
 from scipy.stats import t, ttest_1samp
 
 from megatron import pictures
+from tools.experiments.claims import holm
 from tools.experiments.grid import Cell
 
 REFERENCES = ("more", "window")
+PRIMARY = "rotary_kerple_log"
+SEEDS = 3
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -44,7 +48,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     compared = pd.DataFrame(differences(table))
     compared.to_csv(given.out / "differences.csv", index=False, float_format="%.4g")
     pictures.save(drawn(table), given.out / "by_length.png")
+    pictures.save(gains(table), given.out / "gain.png")
     print(table.to_string(index=False), compared.to_string(index=False), sep="\n\n")
+    if {PRIMARY, "window"} <= set(table.method):
+        decided = decide(table)
+        decided.to_csv(given.out / "verdicts.csv", index=False, float_format="%.4g")
+        print("", decided.to_string(index=False), sep="\n")
     return 0
 
 
@@ -80,9 +89,7 @@ def differences(table: pd.DataFrame) -> Iterator[dict[str, Any]]:
     95% t intervals over seeds. `p_below` (of the perplexity) and `p_above` (of the gain) are
     one-sided.
     """
-    farthest = [name for name in table if name.startswith("perplexity_")][-1]
-    by_seed = table.set_index(["method", "seed"])
-    values = pd.DataFrame({"ppl": by_seed[farthest].map(math.log) * 100, "gain": by_seed.gain})
+    values = by_seed(table)
     for name in dict.fromkeys(table.method):
         for reference in REFERENCES:
             if name == reference or reference not in values.index:
@@ -96,11 +103,63 @@ def differences(table: pd.DataFrame) -> Iterator[dict[str, Any]]:
             yield row
 
 
+def by_seed(table: pd.DataFrame) -> pd.DataFrame:
+    """Return 100 times the log perplexity at the longest length, and the gain, by method, seed."""
+    farthest = [name for name in table if name.startswith("perplexity_")][-1]
+    rows = table.set_index(["method", "seed"])
+    kept = rows[["gain", "gain_low"]]
+    return kept.assign(ppl=rows[farthest].map(math.log) * 100)
+
+
+def decide(table: pd.DataFrame) -> pd.DataFrame:
+    """Return the plan's two primary tests, each with its p value after Holm's correction.
+
+    Both are one-sided t tests over seeds, and need all three seeds. The first also needs that the
+    interval over documents of each seed excludes 0.
+    """
+    values = by_seed(table)
+    new = values.loc[PRIMARY]
+    below = (new.ppl - values.loc["window"].ppl).dropna()
+    tests = {
+        "the gain is above 0": (new.gain, "greater", bool((new.gain_low > 0).all())),
+        "the perplexity is below that of window": (below, "less", True),
+    }
+    p_values = [
+        float(ttest_1samp(each, 0, alternative=side).pvalue) for each, side, _ in tests.values()
+    ]
+    rows = [
+        {"test": f"{PRIMARY}: {name}", "seeds": len(each), "mean": each.mean(), "p": p,
+         "holm": adjusted, "holds": adjusted < 0.05 and every_seed and len(each) == SEEDS}
+        for (name, (each, _, every_seed)), p, adjusted in zip(
+            tests.items(), p_values, holm(p_values), strict=True
+        )
+    ]  # fmt: skip
+    return pd.DataFrame(rows)
+
+
 def interval(values: pd.Series) -> tuple[float, float, float]:
     """Return (mean, low, high) with a 95% t interval; low and high are NaN for a single value."""
     n = len(values)
     half = t.ppf(0.975, n - 1) * values.std() / math.sqrt(n) if n > 1 else math.nan
     return values.mean(), values.mean() - half, values.mean() + half
+
+
+@pictures.in_style()
+def gains(table: pd.DataFrame) -> Any:
+    """Draw the gain over the windowed twin: a dot for each run, with its interval, and the mean."""
+    figure, (axes,) = pictures.panels("Gain over the windowed twin after a retrofit")
+    names = list(dict.fromkeys(table.method))
+    for place, name in enumerate(names):
+        runs = table[table.method == name]
+        for shift, run in zip((-0.2, 0, 0.2), runs.itertuples(), strict=False):
+            error = [[run.gain - run.gain_low], [run.gain_high - run.gain]]
+            axes.errorbar(run.gain, place + shift, xerr=error, marker="o", ms=4, color="C0")
+        axes.plot(runs.gain.mean(), place, marker="|", ms=24, color="C1")
+    axes.axvline(0, color="grey", lw=1)
+    axes.set(xlabel="nats per token, each seed with its 95% interval over documents; line: mean")
+    axes.set_yticks(range(len(names)), names)
+    axes.invert_yaxis()
+    return figure
 
 
 @pictures.in_style()

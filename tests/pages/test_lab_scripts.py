@@ -122,7 +122,7 @@ def test_a_retrofit_is_compared_with_more_training_and_with_a_window(tmp_path):
         for method, value, gain in (("more", more, 0.0), ("window", window, 0.0), ("x", new, 0.1)):
             rows.append(
                 {"method": method, "seed": seed, "perplexity_128": 1.0, "perplexity_2048": value,
-                 "gain": gain + seed / 100}
+                 "gain": gain + seed / 100, "gain_low": 0.0}
             )  # fmt: skip
     found = pd.DataFrame(retrofit.differences(pd.DataFrame(rows))).set_index(["method", "than"])
     assert set(found.index) == {
@@ -141,6 +141,50 @@ def test_a_retrofit_is_compared_with_more_training_and_with_a_window(tmp_path):
     t_value = (sum(logs) / 2) / ((logs[1] - logs[0]) / 2)
     assert one.ppl_p == pytest.approx(1 - math.atan(1 / t_value) / math.pi, rel=1e-6)
     assert retrofit.interval(pd.Series([3.0]))[0] == 3.0
+
+
+def retrofit_table(gains, gain_low, perplexities, window):
+    """Return the table of a study with three seeds, of the primary method and `window` alone."""
+    rows = []
+    for seed, (gain, perplexity, other) in enumerate(zip(gains, perplexities, window, strict=True)):
+        shared = {"seed": seed, "perplexity_128": 10.0}
+        new = {"perplexity_2048": perplexity, "gain": gain, "gain_low": gain_low}
+        rows.append({"method": "rotary_kerple_log", **shared, **new, "gain_high": gain + 1})
+        old = {"perplexity_2048": other, "gain": 0.0, "gain_low": 0.0}
+        rows.append({"method": "window", **shared, **old, "gain_high": 0.0})
+    return pd.DataFrame(rows)
+
+
+def test_the_primary_tests_of_the_retrofits_by_hand(tmp_path):
+    """With two degrees of freedom, p is 1/2 - t / (2 sqrt(t^2 + 2)); gains 1, 2, 3 have t^2 = 12.
+
+    The differences of ln 10 times -3, -4, -5 have t = -4 sqrt(3), so t^2 = 48.
+    """
+    retrofit = script("retrofit")
+    p_gain, p_below = (1 / 2 - t / (2 * math.sqrt(t**2 + 2)) for t in (12**0.5, 48**0.5))
+    table = retrofit_table((1.0, 2.0, 3.0), 0.1, (1e-3, 1e-4, 1e-5), (1.0, 1.0, 1.0))
+    found = retrofit.decide(table)
+    assert found.p.tolist() == pytest.approx([p_gain, p_below])
+    assert found.holm.tolist() == pytest.approx([max(p_gain, 2 * p_below), 2 * p_below])
+    assert found["mean"].tolist() == pytest.approx([2.0, -400 * math.log(10)])
+    assert found.holds.tolist() == [True, True] and p_gain == pytest.approx(0.0371, abs=1e-4)
+
+    wide = retrofit.decide(retrofit_table((1.0, 2.0, 3.0), -0.1, (1e-3, 1e-4, 1e-5), (1.0,) * 3))
+    assert wide.holds.tolist() == [False, True]
+    above = retrofit.decide(retrofit_table((1.0, 2.0, 3.0), 0.1, (1e3, 1e4, 1e5), (1.0,) * 3))
+    assert above.holds.tolist() == [False, False]  # 2 x 0.037 after Holm
+    two = retrofit.decide(retrofit_table((1.0, 1.01), 0.1, (1e-3, 1.01e-3), (1.0,) * 2))
+    assert (two.holm < 0.05).all() and not two.holds.any()
+
+
+def test_the_pictures_of_the_retrofits_show_every_method():
+    retrofit = script("retrofit")
+    table = retrofit_table((1.0, 2.0, 3.0), 0.1, (2.0, 3.0, 4.0), (5.0, 6.0, 7.0))
+    (axes,) = retrofit.gains(table).axes
+    assert [label.get_text() for label in axes.get_yticklabels()] == ["rotary_kerple_log", "window"]
+    assert len(axes.containers) == 6
+    (axes,) = retrofit.drawn(table).axes
+    assert [line.get_ydata().tolist() for line in axes.lines[:2]] == [[10, 3], [10, 6]]
 
 
 def test_the_runs_of_more_are_also_measured_with_a_window(tmp_path, monkeypatch):
