@@ -25,7 +25,13 @@ def test_readme_says_what_its_picture_shows(repo_root):
     assert f"perplexity of `alibi` from {alibi[0]} to {alibi[1]}." in text
     assert f"`{mean[8192].idxmin()}` is lowest: {mean[8192].min():.1f} at 8,192." in text
     twin = pd.read_csv(repo_root / "docs/results/code/windowed_twin_kerple_log.csv").iloc[0]
-    assert twin.bins == "all" and f"model is {-twin.value:.3f} nats lower than" in text
+    assert twin.bins == "all" and f"model even falls, by {-twin.value:.3f} nats (one" in text
+    doses = pd.read_csv(repo_root / "docs/results/recipe_dose/verdicts.csv", index_col="dose")
+    longest = doses[doses.embedding == "kerple_log"].loc[5600]
+    assert longest.R1 and longest.seeds == 3
+    assert f"lowers their loss by {longest.gain:.3f} nats (5,600 steps, three seeds)" in text
+    results = one_line(repo_root / "docs" / "results.md")
+    assert f"After 5,600 steps, `kerple_log` gains [{longest.gain:.3f} nats]" in results
 
 
 def test_the_short_results_are_those_of_the_lab(repo_root):
