@@ -15,8 +15,8 @@ LONG_SPIN, SHORT_SPIN = 30_000, 3_000
 """How often a waiting thread looks for work before it sleeps: for about 500 or 50 microseconds."""
 VARIABLES = {"OMP_WAIT_POLICY", "GOMP_SPINCOUNT"}
 SAMPLES, PAUSE = 5, 0.002
+# The reason for the choice of `choose_waiting`, as text for the log; empty before the choice.
 _chosen: list[str] = []
-"""The reason for the choice of `choose_waiting`, as text for the log; empty before the choice."""
 
 
 def choose_waiting() -> None:

@@ -13,8 +13,8 @@ from stat import S_ISREG
 from typing import Any, BinaryIO
 
 UNFINISHED = ".unfinished"
+# The bytes that `read_small` reads beyond a file's size, because a file may be growing.
 _GROWTH = 1 << 16
-"""The bytes that `read_small` reads beyond a file's size, because a file may be growing."""
 
 
 @contextmanager

@@ -39,8 +39,8 @@ PORTS = range(20000, 32000)
 SAVING_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 """`start_ranks` passes these signals on to the ranks, which then save a checkpoint and end."""
 
+# This process's parent, the parent's parent and so on, up to the launcher. `join` sets it.
 _launcher: list[Process] = []
-"""This process's parent, the parent's parent and so on, up to the launcher. `join` sets it."""
 
 
 class LaunchError(Exception):

@@ -48,8 +48,8 @@ _FUSED = (
     "bool backward"
 )
 _RESULTS = "Tensor out, Tensor lse, Tensor lost"
+# The number of tensor arguments of `blocked`, and also of `fused`. They precede the others.
 _TENSORS = 9
-"""The number of tensor arguments of `blocked`, and also of `fused`. They precede the others."""
 
 
 @torch.library.custom_op(

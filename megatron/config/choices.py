@@ -46,6 +46,7 @@ _DAPE_KERNELS = ("alibi", "fire", "kerple", "rope", "xl_bias")
 _DAPE_FORMS = ("c", "capev2", "dapev1", "dapev2")
 _SELECTIVE = "it lowers each score by the scores of earlier queries"
 _STICKS = "it replaces the softmax by a product over the keys in between"
+# Maps each refused positional method to the reason why no attention backend computes it.
 _BY_CONTENT = {
     "cope": "its positions are sums of gates over a row's scores, not distances",
     "xl_bias": "its bias depends on the content of the query",
@@ -57,7 +58,6 @@ _BY_CONTENT = {
     **dict.fromkeys(("dape", "dapev2", "capev2", "nope_c", "nope_c_ffn"), _DAPE),
     **dict.fromkeys((f"{kernel}_{c}" for kernel in _DAPE_KERNELS for c in _DAPE_FORMS), _DAPE),
 }
-"""Maps each refused positional method to the reason why no attention backend computes it."""
 _positional_term = one_of(POSITIONAL_NAMES, aliases=POSITIONAL_ALIASES, refused=_BY_CONTENT)
 
 

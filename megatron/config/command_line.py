@@ -11,8 +11,8 @@ from megatron.config.load import load_config
 from megatron.config.schema import Config
 from megatron.run_folder import RunFolder
 
+# The config keys that GPT-NeoX also takes as options of the command line.
 _KEYS = ("wandb_group", "wandb_team", "wandb_run_name")
-"""The config keys that GPT-NeoX also takes as options of the command line."""
 
 
 def config_parser(description: str | None, default: str = "") -> argparse.ArgumentParser:

@@ -31,13 +31,13 @@ _INT = re.compile(r"[-+]?[0-9][0-9_]{0,30}")
 _HEX = re.compile(r"0[xX][0-9a-fA-F]{1,30}")
 _FLOAT = re.compile(r"[-+]?(\.[0-9]+|[0-9][0-9_]*(\.[0-9_]*)?)([eE][-+]?[0-9]+)?")
 _NULL = {"", "~", "null", "Null", "NULL", "None"}
+# Maps unquoted words to their values. Case does not matter, except for the words of `_NULL`.
 _WORDS = {
     **dict.fromkeys(("true", "yes", "on"), True),
     **dict.fromkeys(("false", "no", "off"), False),
     **{sign + ".inf": float(sign + "inf") for sign in ("", "+", "-")},
     ".nan": float("nan"),
 }
-"""Maps unquoted words to their values. Case does not matter, except for the words of `_NULL`."""
 _PLAIN_TAGS = {
     f"tag:yaml.org,2002:{t}" for t in ("null", "bool", "int", "float", "str", "timestamp")
 }

@@ -35,12 +35,12 @@ _HEAD = """\
 # The keys of the model and its tokenizer. To train it further, add a file with your own keys:
 #   python train.py {run}/config.yml YOURS.yml -o finetune=true -o load={run} -o save=NEW
 """
+# The keys that every configuration needs. A config file for training replaces their values.
 _RUN = {
     "train_iters": 0,
     "train_micro_batch_size_per_gpu": 1,
     "optimizer": {"type": "Adam", "params": {"lr": 1e-5}},
 }
-"""The keys that every configuration needs. A config file for training replaces their values."""
 
 
 def import_folder(source: Path, target: Path) -> list[str]:

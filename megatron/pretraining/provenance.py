@@ -54,6 +54,7 @@ _STEERING = re.compile(
     "(CUDA|CUBLAS|NCCL|GLOO|TORCH|PYTORCH|OMP|GOMP|MKL|ONEDNN|TRITON|SLURM_JOB|WORLD_SIZE)(_|$)"
 )
 _SECRET_NAME = re.compile("(?i)key|token|secret|passw|credential")
+# What looks like a secret, after a first group that is kept. `\0` is between two arguments.
 _SECRETS = [re.compile(pattern) for pattern in (
     r"""(\w://)[^\s"'\0]+(?=@)""",
     r"""(?i)((?:(?:api|access|private)[_-]?key|secret|passw(?:or)?d)[\\"']*\s*[=:]\s*[\\"']*)"""
@@ -64,7 +65,6 @@ _SECRETS = [re.compile(pattern) for pattern in (
     r"""(?i)([?&][\w-]*(?:sig|signature|key|token)=)[^\s"'\0&]+""",
     r"""\b(hf_|gh[a-z]_)[A-Za-z0-9]{20,}""",
 )]  # fmt: skip
-"""What looks like a secret, after a first group that is kept. `\\0` is between two arguments."""
 
 
 def record_start(

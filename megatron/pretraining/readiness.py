@@ -20,8 +20,8 @@ from megatron.shipped import find
 
 _NEOX = "20B_tokenizer.json"
 _NEOX_URL = "https://huggingface.co/EleutherAI/gpt-neox-20b/resolve/main/tokenizer.json"
+# A vocabulary's usual size, by which the size of checkpoints is estimated.
 _VOCABULARY = 50_304
-"""A vocabulary's usual size, by which the size of checkpoints is estimated."""
 
 Finding = tuple[bool, str]
 """Whether the run cannot start because of it, and a line for the user."""

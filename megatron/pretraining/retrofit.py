@@ -41,8 +41,8 @@ POSITIONS = (
     "opt_pos_emb_offset", "sliding_window_width",
 )  # fmt: skip
 """The config keys that say what a model does with positions."""
+# Other names of these keys in `RunDescription.model`.
 _RECORDED = {"rotary_base": "rotary_emb_base", "position_offset": "opt_pos_emb_offset"}
-"""Other names of these keys in `RunDescription.model`."""
 MOST_SAMPLES, MOST_PRODUCTS, MOST_ON_CPU = 16, 10**14, 10**12
 """The most samples on which the models are compared, and the most products on a GPU and a CPU."""
 

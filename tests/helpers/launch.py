@@ -33,7 +33,7 @@ from tests.helpers.paths import ROOT
 PRELOADED = [
     "megatron.pretraining.run",
     "megatron.evaluation.by_length",
-    "torch._dynamo",  # any optimizer of torch imports it
+    "torch._dynamo",  # ZeRO-3 and torch.compile import it
     "pytest",
     "hypothesis.strategies",
     "tests.helpers.jobs",  # imports pandas

@@ -26,6 +26,7 @@ from megatron.config.sections.base import Section
 from megatron.templates import render
 
 PAGE = Path(__file__).parents[2] / "docs" / "configuration.md"
+# Maps keys that have no field of their own to the text in the column `read as` of the page.
 _TOGETHER = {
     "fp16.enabled fp16.type bf16.enabled": "`precision`",
     "checkpoint_factor": "`save_interval`",
@@ -36,7 +37,6 @@ _TOGETHER = {
     " ".join(sorted(OFFLOAD_KEYS)): "a check that nothing is offloaded, which is not built",
     " ".join(sorted(SWITCH_KEYS)): "sizes and switches for DeepSpeed",
 }
-"""Maps keys that have no field of their own to the text in the column `read as` of the page."""
 
 
 def main() -> None:

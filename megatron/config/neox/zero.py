@@ -14,11 +14,11 @@ _SIZES = """
     allgather_bucket_size reduce_bucket_size sub_group_size stage3_max_live_parameters
     stage3_max_reuse_distance stage3_prefetch_bucket_size stage3_param_persistence_threshold
 """
+# The keys of `zero_optimization` that are passed to DeepSpeed, each with a check of its value.
 _OPTIONS: dict[str, Check] = {
     **dict.fromkeys(_FLAGS.split(), flag),
     **dict.fromkeys(_SIZES.split(), whole_number(0, write="e.g. 500000000")),
 }
-"""The keys of `zero_optimization` that are passed to DeepSpeed, each with a check of its value."""
 _OFFLOAD = ("cpu_offload", "cpu_offload_params", "offload_optimizer", "offload_param")
 _NO_EFFECT = {
     "load_from_fp32_weights": "resuming always loads the fp32 masters",

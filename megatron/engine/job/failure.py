@@ -64,8 +64,8 @@ LOST_CONTACT = re.compile(
     re.IGNORECASE,
 )
 """Matches the error texts of gloo, NCCL or the store that report the end of another process."""
+# A context manager that ignores output errors, such as a full disk, in a process about to end.
 _IF_WRITABLE = contextlib.suppress(OSError)
-"""A context manager that ignores output errors, such as a full disk, in a process about to end."""
 
 
 class Failure(TypedDict):
@@ -79,10 +79,10 @@ class Failure(TypedDict):
     code: int
 
 
+# A lock that the first thread to end this process takes and never releases.
 _ending = threading.Lock()
-"""A lock that the first thread to end this process takes and never releases."""
+# The failure that this process's `Watch` read, kept because the store may be lost later.
 _received: list[Failure] = []
-"""The failure that this process's `Watch` read, kept because the store may be lost later."""
 
 
 class Watch:

@@ -27,6 +27,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron.engine.training.without_compiler import without_compiler
 from megatron.parallel.groups import Groups
 from megatron.parallel.sharding import fused_rows
 
@@ -58,6 +59,7 @@ def orthogonal(matrix: Tensor) -> Tensor:
     return x
 
 
+@without_compiler
 class MuonWithAdamW(torch.optim.Optimizer):
     """An optimizer that uses Muon for parameter groups with `muon` true, and AdamW for the others.
 
@@ -86,7 +88,8 @@ class MuonWithAdamW(torch.optim.Optimizer):
         split_fused: bool,
         ranks: Groups,
     ):
-        self.adamw = torch.optim.AdamW([g for g in groups if not g["muon"]], lr=lr, fused=True)
+        adamw = without_compiler(torch.optim.AdamW)
+        self.adamw = adamw([g for g in groups if not g["muon"]], lr=lr, fused=True)
         self.shapes = {
             g["name"]: [(p.shape, fused_rows(p) if split_fused else (len(p),)) for p in g["params"]]
             for g in groups

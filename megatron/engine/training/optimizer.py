@@ -16,6 +16,7 @@ from megatron import nvidia_apex
 from megatron.config.sections.training import OptimizerConfig
 from megatron.engine.training.muon import MuonWithAdamW
 from megatron.engine.training.schedule import AnnealingLR
+from megatron.engine.training.without_compiler import without_compiler
 from megatron.model.theta import is_theta
 from megatron.parallel.groups import Groups, TensorGroup
 from megatron.parallel.sharding import sharding_of
@@ -103,12 +104,12 @@ def build_optimizer(
     beta1, beta2 = section.betas
     adam: dict[str, Any] = {"lr": section.lr, "betas": (beta1, beta2), "eps": section.eps}
     if kind == "adam":
-        return torch.optim.AdamW(groups, **adam, fused=True)
+        return without_compiler(torch.optim.AdamW)(groups, **adam, fused=True)
     if kind == "apex":
         fused, _ = nvidia_apex.find(*APEX_ADAM)
         return fused(groups, **adam, adam_w_mode=True)
     if kind == "sgd":
-        return torch.optim.SGD(groups, lr=section.lr, momentum=section.momentum)
+        return without_compiler(torch.optim.SGD)(groups, lr=section.lr, momentum=section.momentum)
     if kind == "muon":
         assert ranks is not None
         return MuonWithAdamW(
