@@ -6,12 +6,9 @@ layer stores theta as `megatron.model.theta` describes.
 Legend: B batch, T positions of this rank, S positions of the full sequence, D hidden size.
 """
 
-from typing import cast
-
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.nn.utils import skip_init
 
 from megatron.model.shape import Plan
 from megatron.model.theta import StoredTheta
@@ -41,9 +38,8 @@ class EmbeddingLayer(StoredTheta):
         if words:
             self.word_embeddings = VocabEmbedding(shape.vocab_size, hidden, plan.tp)
         if any(term.kind == "input" and term.learnable for term in plan.pos.terms):
-            device = torch.get_default_device()
-            table = skip_init(nn.Embedding, shape.max_positions, hidden, device=device)
-            self.position_embeddings = cast(nn.Embedding, table)
+            table = torch.empty(shape.max_positions, hidden)
+            self.position_embeddings = nn.Embedding(shape.max_positions, hidden, _weight=table)
         self.dropout = HiddenDropout(shape.block.hidden_dropout, plan.tp)
 
     # starts_BS [B, all positions] is the position at which each token's document starts, or None

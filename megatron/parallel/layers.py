@@ -13,7 +13,6 @@ model then draws each full parameter, with a seed that depends on the parameter'
 stores only its slice.
 """
 
-import torch
 from torch import Tensor, nn
 
 from megatron.numerics import WIDE, Numerics
@@ -31,7 +30,14 @@ from megatron.parallel.rng import rank_dropout
 from megatron.parallel.sharding import Sharding, mark_sharding
 
 
-class ColumnLinear(nn.Linear):
+class _Undrawn:
+    """A layer whose weights are not drawn when it is built, because `initialise` draws them."""
+
+    def reset_parameters(self) -> None:
+        """Do nothing. torch would import its compiler to draw the values of an embedding."""
+
+
+class ColumnLinear(_Undrawn, nn.Linear):
     """Column-parallel linear layer, from [..., in_features] to [..., out_features / tp.size].
 
     Args:
@@ -47,8 +53,7 @@ class ColumnLinear(nn.Linear):
         self, in_features: int, out_features: int, tp: TensorGroup = ALONE,
         *, bias: bool = True, blocks: int = 1, numerics: Numerics = WIDE,
     ):  # fmt: skip
-        super().__init__(in_features, out_features // tp.size, bias=bias, device="meta")
-        self.to_empty(device=torch.get_default_device())
+        super().__init__(in_features, out_features // tp.size, bias=bias)
         self.tp, self.numerics = tp, numerics
         for param in self.parameters():
             mark_sharding(param, Sharding(0, blocks), tp)
@@ -57,7 +62,7 @@ class ColumnLinear(nn.Linear):
         return linear(enter_sharded(x, self.tp), self.weight, self.bias, self.numerics)
 
 
-class RowLinear(nn.Linear):
+class RowLinear(_Undrawn, nn.Linear):
     """Row-parallel linear layer, from [..., in_features / tp.size] to [..., out_features].
 
     Args:
@@ -73,8 +78,7 @@ class RowLinear(nn.Linear):
         self, in_features: int, out_features: int, tp: TensorGroup = ALONE,
         *, bias: bool = True, scatter: bool = False, numerics: Numerics = WIDE,
     ):  # fmt: skip
-        super().__init__(in_features // tp.size, out_features, bias=bias, device="meta")
-        self.to_empty(device=torch.get_default_device())
+        super().__init__(in_features // tp.size, out_features, bias=bias)
         self.tp, self.scatter, self.numerics = tp, scatter, numerics
         mark_sharding(self.weight, Sharding(1), tp)
 
@@ -95,7 +99,7 @@ class RowLinear(nn.Linear):
         return reduce_from(y, self.tp) if self.scatter else leave_sharded(y, self.tp)
 
 
-class VocabEmbedding(nn.Embedding):
+class VocabEmbedding(_Undrawn, nn.Embedding):
     """Token embedding that is sharded over ranks by tokens. A tied output layer uses it, too.
 
     `forward(ids)` returns the embedding vectors. `forward(hidden, project=True)` returns this
@@ -103,9 +107,7 @@ class VocabEmbedding(nn.Embedding):
     """
 
     def __init__(self, vocab_size: int, hidden_size: int, tp: TensorGroup = ALONE):
-        rows = vocab_size // tp.size
-        # Without `_weight`, torch would draw the values, which `initialise` draws again.
-        super().__init__(rows, hidden_size, _weight=torch.empty(rows, hidden_size))
+        super().__init__(vocab_size // tp.size, hidden_size)
         self.tp = tp
         mark_sharding(self.weight, Sharding(0), tp)
 
