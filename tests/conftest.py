@@ -68,6 +68,11 @@ SLOW_FILES = [
     "test_install",
     "test_theta_bounds",
     "test_one_fails",
+    "test_fuzz_runs",
+    "test_your_model",
+    "test_torch_compile",
+    "test_data_interrupted",
+    "test_loss_per_token",
 ]
 """They run first, or at the end of a parallel run one process would work while the others wait."""
 

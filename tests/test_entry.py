@@ -141,27 +141,3 @@ def test_another_broken_pipe_is_an_error():
     program = PROGRAM % "raise BrokenPipeError('of a worker')"
     done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (1, "error: of a worker\n")
-
-
-def test_a_model_is_built_and_trained_without_torchs_compiler(repo_root):
-    """`torch._dynamo` takes 1.7 s to import.
-
-    `nn.Embedding` imports it to draw values, and all optimizers of torch import it.
-    """
-    code = """
-import sys
-from megatron.engine.training.muon import MuonWithAdamW
-from megatron.parallel.layers import ColumnLinear, VocabEmbedding
-VocabEmbedding(8, 4)
-weight = ColumnLinear(4, 4).weight
-groups = [{"params": [weight], "muon": False, "name": "all", "weight_decay": 0.0}]
-betas = {"betas": (0.9, 0.95), "eps": 1e-8}
-made = MuonWithAdamW(groups, lr=0.1, momentum=0.9, split_fused=False, ranks=None, **betas)
-before = weight.detach().clone()
-weight.sum().backward()
-made.step()
-made.zero_grad()
-made.load_state_dict(made.state_dict())
-sys.exit("torch._dynamo" in sys.modules or bool((weight == before).any()))
-"""
-    assert subprocess.run([sys.executable, "-c", code], cwd=repo_root).returncode == 0

@@ -47,13 +47,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     table.to_csv(given.out / "retrofit.csv", index=False, float_format="%.6g")
     compared = pd.DataFrame(differences(table))
     compared.to_csv(given.out / "differences.csv", index=False, float_format="%.4g")
-    pictures.save(drawn(table), given.out / "by_length.png")
-    pictures.save(gains(table), given.out / "gain.png")
     print(table.to_string(index=False), compared.to_string(index=False), sep="\n\n")
     if {PRIMARY, "window"} <= set(table.method):
         decided = decide(table)
         decided.to_csv(given.out / "verdicts.csv", index=False, float_format="%.4g")
         print("", decided.to_string(index=False), sep="\n")
+    pictures.save(drawn(table), given.out / "by_length.png")
+    pictures.save(gains(table), given.out / "gain.png")
     return 0
 
 
@@ -114,8 +114,9 @@ def by_seed(table: pd.DataFrame) -> pd.DataFrame:
 def decide(table: pd.DataFrame) -> pd.DataFrame:
     """Return the plan's two primary tests, each with its p value after Holm's correction.
 
-    Both are one-sided t tests over seeds, and need all three seeds. The first also needs that the
-    interval over documents of each seed excludes 0.
+    Both are one-sided t tests over seeds, and need all three seeds. The first has the p value 1
+    unless the interval over documents of each seed excludes 0. `mean` is in nats per token in the
+    first test, and in percent in the second.
     """
     values = by_seed(table)
     new = values.loc[PRIMARY]
@@ -125,12 +126,13 @@ def decide(table: pd.DataFrame) -> pd.DataFrame:
         "the perplexity is below that of window": (below, "less", True),
     }
     p_values = [
-        float(ttest_1samp(each, 0, alternative=side).pvalue) for each, side, _ in tests.values()
+        float(ttest_1samp(each, 0, alternative=side).pvalue) if every_seed else 1.0
+        for each, side, every_seed in tests.values()
     ]
     rows = [
         {"test": f"{PRIMARY}: {name}", "seeds": len(each), "mean": each.mean(), "p": p,
-         "holm": adjusted, "holds": adjusted < 0.05 and every_seed and len(each) == SEEDS}
-        for (name, (each, _, every_seed)), p, adjusted in zip(
+         "holm": adjusted, "holds": adjusted < 0.05 and len(each) == SEEDS}
+        for (name, (each, *_)), p, adjusted in zip(
             tests.items(), p_values, holm(p_values), strict=True
         )
     ]  # fmt: skip
@@ -152,7 +154,7 @@ def gains(table: pd.DataFrame) -> Any:
     for place, name in enumerate(names):
         runs = table[table.method == name]
         for shift, run in zip((-0.2, 0, 0.2), runs.itertuples(), strict=False):
-            error = [[run.gain - run.gain_low], [run.gain_high - run.gain]]
+            error = [[max(0, run.gain - run.gain_low)], [max(0, run.gain_high - run.gain)]]
             axes.errorbar(run.gain, place + shift, xerr=error, marker="o", ms=4, color="C0")
         axes.plot(runs.gain.mean(), place, marker="|", ms=24, color="C1")
     axes.axvline(0, color="grey", lw=1)

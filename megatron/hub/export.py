@@ -46,10 +46,10 @@ AUTO_CLASSES = {
 # Maps names of weights in a checkpoint to those in our class. Others get the prefix `model.`.
 _NAMES = {"theta": "model.position_bias.theta", "output.weight": "output.weight"}
 _SHARD = "5GB"
+# The values of a `BlockShape` that `KerpleConfig` has under the same names.
 _SAME = ("hidden_size", "norm_eps", "qk_norm", "activation", "tanh_gelu", "attention_bias")
 _SAME += ("output_gate", "mlp_bias", "gpt_j_residual", "rotary_ndims", "rotary_base", "head_size")
 _SAME += ("qk_norm_kind", "output_norms", "qkv_bias", "gpt_j_tied")
-"""The values of a `BlockShape` that `KerpleConfig` has under the same names."""
 UNLIMITED = 1 << 20
 """The `max_position_embeddings` of a model without a limit. Programs never pass more tokens."""
 # The largest number of tokens in a text for which the logits of both models are compared.

@@ -29,9 +29,10 @@ def test_readme_says_what_its_picture_shows(repo_root):
     doses = pd.read_csv(repo_root / "docs/results/recipe_dose/verdicts.csv", index_col="dose")
     longest = doses[doses.embedding == "kerple_log"].loc[5600]
     assert longest.R1 and longest.seeds == 3
-    assert f"lowers their loss by {longest.gain:.3f} nats (5,600 steps, three seeds)" in text
+    said = f"{longest.gain:.3f} nats (three seeds), which is {longest.share:.0%} of what copying"
+    assert f"At 2,048 tokens, it lowers their loss by {said}" in text
     results = one_line(repo_root / "docs" / "results.md")
-    assert f"After 5,600 steps, `kerple_log` gains [{longest.gain:.3f} nats]" in results
+    assert f"At 2,048 tokens, the gain is +{said}" in results
 
 
 def test_the_short_results_are_those_of_the_lab(repo_root):

@@ -143,43 +143,53 @@ def test_a_retrofit_is_compared_with_more_training_and_with_a_window(tmp_path):
     assert retrofit.interval(pd.Series([3.0]))[0] == 3.0
 
 
-def retrofit_table(gains, gain_low, perplexities, window):
+def retrofit_table(gains, lows, perplexities, window):
     """Return the table of a study with three seeds, of the primary method and `window` alone."""
     rows = []
-    for seed, (gain, perplexity, other) in enumerate(zip(gains, perplexities, window, strict=True)):
+    columns = zip(gains, lows, perplexities, window, strict=True)
+    for seed, (gain, low, perplexity, other) in enumerate(columns):
         shared = {"seed": seed, "perplexity_128": 10.0}
-        new = {"perplexity_2048": perplexity, "gain": gain, "gain_low": gain_low}
+        new = {"perplexity_2048": perplexity, "gain": gain, "gain_low": low}
         rows.append({"method": "rotary_kerple_log", **shared, **new, "gain_high": gain + 1})
         old = {"perplexity_2048": other, "gain": 0.0, "gain_low": 0.0}
         rows.append({"method": "window", **shared, **old, "gain_high": 0.0})
-    return pd.DataFrame(rows)
+    return pd.DataFrame(rows[::2] + rows[:0:-2])  # the seeds of `window` in another order
 
 
-def test_the_primary_tests_of_the_retrofits_by_hand(tmp_path):
+def test_the_primary_tests_of_the_retrofits_by_hand():
     """With two degrees of freedom, p is 1/2 - t / (2 sqrt(t^2 + 2)); gains 1, 2, 3 have t^2 = 12.
 
     The differences of ln 10 times -3, -4, -5 have t = -4 sqrt(3), so t^2 = 48.
     """
     retrofit = script("retrofit")
     p_gain, p_below = (1 / 2 - t / (2 * math.sqrt(t**2 + 2)) for t in (12**0.5, 48**0.5))
-    table = retrofit_table((1.0, 2.0, 3.0), 0.1, (1e-3, 1e-4, 1e-5), (1.0, 1.0, 1.0))
-    found = retrofit.decide(table)
+    assert p_gain == pytest.approx(0.0371, abs=1e-4) and p_below == pytest.approx(0.0101, abs=1e-4)
+    gains, lows, window = (1.0, 2.0, 3.0), (0.1, 0.2, 0.3), (1.0, 100.0, 10.0)
+    below = (1e-3, 1e-2, 1e-4)
+    found = retrofit.decide(retrofit_table(gains, lows, below, window))
     assert found.p.tolist() == pytest.approx([p_gain, p_below])
     assert found.holm.tolist() == pytest.approx([max(p_gain, 2 * p_below), 2 * p_below])
     assert found["mean"].tolist() == pytest.approx([2.0, -400 * math.log(10)])
-    assert found.holds.tolist() == [True, True] and p_gain == pytest.approx(0.0371, abs=1e-4)
+    assert found.holds.tolist() == [True, True]
 
-    wide = retrofit.decide(retrofit_table((1.0, 2.0, 3.0), -0.1, (1e-3, 1e-4, 1e-5), (1.0,) * 3))
-    assert wide.holds.tolist() == [False, True]
-    above = retrofit.decide(retrofit_table((1.0, 2.0, 3.0), 0.1, (1e3, 1e4, 1e5), (1.0,) * 3))
-    assert above.holds.tolist() == [False, False]  # 2 x 0.037 after Holm
-    two = retrofit.decide(retrofit_table((1.0, 1.01), 0.1, (1e-3, 1.01e-3), (1.0,) * 2))
+    # One interval of three has 0 in it: the first test has the p value 1.
+    one_wide = retrofit.decide(retrofit_table(gains, (0.1, -0.1, 0.3), below, window))
+    assert one_wide.p[0] == 1 and one_wide.holds.tolist() == [False, True]
+    # Then the second test needs half of 5%, which t = -sqrt(12) does not reach.
+    weaker = (1e-1, 1e0, 1e-2)
+    found = retrofit.decide(retrofit_table(gains, (0.1, -0.1, 0.3), weaker, window))
+    assert found.p[1] == pytest.approx(p_gain) and not found.holds.any()
+    found = retrofit.decide(retrofit_table(gains, lows, weaker, window))
+    assert found.holm.tolist() == pytest.approx([2 * p_gain] * 2) and not found.holds.any()
+    above = retrofit.decide(retrofit_table(gains, lows, (1e3, 1e6, 1e6), window))
+    assert above.p[1] > 0.9 and not above.holds.any()
+    two = retrofit.decide(retrofit_table((1.0, 1.01), lows[:2], (1e-3, 1.01e-3), (1.0, 1.0)))
     assert (two.holm < 0.05).all() and not two.holds.any()
 
 
 def test_the_pictures_of_the_retrofits_show_every_method():
     retrofit = script("retrofit")
-    table = retrofit_table((1.0, 2.0, 3.0), 0.1, (2.0, 3.0, 4.0), (5.0, 6.0, 7.0))
+    table = retrofit_table((1.0, 2.0, 3.0), (0.1, 0.2, 3.1), (2.0, 3.0, 4.0), (5.0, 6.0, 7.0))
     (axes,) = retrofit.gains(table).axes
     assert [label.get_text() for label in axes.get_yticklabels()] == ["rotary_kerple_log", "window"]
     assert len(axes.containers) == 6

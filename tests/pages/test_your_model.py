@@ -124,7 +124,8 @@ def followed(tmp_path_factory) -> tuple[Path, dict[str, str]]:
     lines = (folder / "my.yml").read_text().splitlines()
     kept = [line for line in lines if line.partition(":")[0] not in CHANGES]
     (folder / "my.yml").write_text("\n".join(kept) + "\n" + yaml.safe_dump(CHANGES))
-    # So many steps that the signal always comes before the last.
+    # The signal must come before the last step. So the job has many steps, and the restarted job
+    # few. `test_preemption` resumes with an unchanged config.
     (folder / "small.yml").write_text(yaml.safe_dump(SMALL | {"train_iters": 3000}))
     run(*(f"kerple train my.yml --{name}" for name in ("check", "plan", "rehearse")))
     job = follower.begin("sbatch")

@@ -41,10 +41,10 @@ ADVICE = {
     ),
 }
 """Maps a field of `RunDescription` to advice for a user whose checkpoint differs in this field."""
+# Maps entries that checkpoints of earlier versions lack to the only values that these versions
+# had. If `content`, or `tokenizer` of an import, is missing, it is not compared.
 _ADDED: dict[str, Any] = {field.name: field.default for field in fields(BlockShape)}
 _ADDED |= {"theta_per_layer": False, "rope_scaling": {}, "output_bias": False}
-"""Maps entries that checkpoints of earlier versions lack to the only values that these versions
-had. If `content`, or `tokenizer` of an import, is missing, it is not compared."""
 _NAMES = {"max_positions": "max_position_embeddings (rows of pos_emb learned)"}
 
 
