@@ -65,6 +65,10 @@ def test_the_short_results_are_those_of_the_lab(repo_root):
 def test_the_other_figures_of_readme(repo_root):
     text = one_line(repo_root / "README.md")
     assert f"[{len(names())} embeddings, and sums of them]" in text
+    first = pd.read_csv(repo_root / "docs/quickstart/extrapolation_kerple_log.csv")
+    short, *_, long, longest = [f"{value:.1f}" for value in first.perplexity]
+    assert f"the perplexity: {short} at 128 tokens, and {long} at 1,024 and 2,048." in text
+    assert long == longest and [*first.length[[0, 3, 4]]] == [128, 1024, 2048]
     log = (repo_root / "tests" / "distributed" / "matrix.log").read_text()
     cells = re.findall(r"-(fp32|bf16)-(?!cross|layers)\S+ +(\S+) \(at most \S+\) ok$", log, re.M)
     largest = {kind: max(float(x) for each, x in cells if each == kind) for kind, _ in cells}
