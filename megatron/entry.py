@@ -113,33 +113,27 @@ def refuse(text: str, code: int) -> "NoReturn":
     sys.exit(code)
 
 
-def reports(*known: "type[Exception]") -> "Callable[[Callable[..., int]], Callable[..., int]]":
-    """Return a decorator that makes a `main` function print expected errors without a traceback.
+def reports(main: "Callable[..., int]") -> "Callable[..., int]":
+    """Make a `main` function print errors that the user can fix, without a traceback.
 
-    If `main` raises an expected error, the decorated function prints `error: MESSAGE` and returns
-    exit code 1.
-
-    Args:
-        known: The classes of expected errors. OSError and UserError are always expected.
+    If `main` raises an OSError or a UserError, the decorated function prints `error: MESSAGE` and
+    returns exit code 1.
     """
     # A BrokenPipeError is raised again, because `run` handles it.
 
     from megatron.errors import UserError
 
-    def decorate(main: "Callable[..., int]") -> "Callable[..., int]":
-        @wraps(main)
-        def reporting(*args: object, **kwargs: object) -> int:
-            try:
-                return main(*args, **kwargs)
-            except (OSError, UserError, *known) as error:
-                if isinstance(error, BrokenPipeError):
-                    raise  # to `run`
-                print(f"error: {error}", file=sys.stderr)
-                return 1
+    @wraps(main)
+    def reporting(*args: object, **kwargs: object) -> int:
+        try:
+            return main(*args, **kwargs)
+        except (OSError, UserError) as error:
+            if isinstance(error, BrokenPipeError):
+                raise  # to `run`
+            print(f"error: {error}", file=sys.stderr)
+            return 1
 
-        return reporting
-
-    return decorate
+    return reporting
 
 
 def parser(description: "str | None") -> argparse.ArgumentParser:

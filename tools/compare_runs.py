@@ -35,7 +35,7 @@ COMPARED = ("loss", "lr", "grad_norm", "samples")
 """Words in the names of the metrics that are compared."""
 
 
-@entry.reports()
+@entry.reports
 def main() -> int:
     """Print the differences between two runs. Return exit code 1 if there are any, otherwise 0."""
     parser = entry.parser(__doc__)

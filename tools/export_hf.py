@@ -22,19 +22,11 @@ from pathlib import Path
 
 from megatron import entry
 
-# isort: split
-import torch
-
-from megatron.engine.checkpoint.publish import new_folder
-from megatron.engine.job.error_messages import USER_ERRORS
-from megatron.engine.open_run import open_run
-from megatron.parallel.groups import build_groups
-
 PRECISIONS = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16", "float64": "fp32"}
 """Maps the dtype of an export to the config's precision in which the weights are read."""
 
 
-@entry.reports(*USER_ERRORS)
+@entry.reports
 def main() -> int:
     """Export the run. Return exit code 0, or 1 if the export is impossible."""
     parser = entry.parser(__doc__)
@@ -57,7 +49,12 @@ def main() -> int:
     os.environ["HF_HUB_OFFLINE"] = "1"
     with tempfile.TemporaryDirectory() as modules:
         os.environ["HF_MODULES_CACHE"] = modules  # transformers copies modeling_kerple.py there
+        import torch
+
+        from megatron.engine.checkpoint.publish import new_folder
+        from megatron.engine.open_run import open_run
         from megatron.hub.export import export
+        from megatron.parallel.groups import build_groups
 
         given = ["attention_backend=eager", *args.o]
         given += [f"precision={PRECISIONS[args.dtype]}"] if args.dtype else []

@@ -24,7 +24,7 @@ from megatron import entry
 from megatron.engine.checkpoint.exchange import export_checkpoint
 
 
-@entry.reports()
+@entry.reports
 def main() -> int:
     """Export the checkpoint. Return exit code 0, or 1 if the export is impossible."""
     parser = entry.parser(__doc__)

@@ -44,7 +44,7 @@ MARGIN = 8.0
 NAME = "gpu_trial"
 
 
-@entry.reports()
+@entry.reports
 def main(argv: list[str] | None = None) -> int:
     """Run the measurements in child processes until all are done or the time is over.
 

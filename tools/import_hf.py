@@ -14,11 +14,9 @@ code in DIR is never run.
 from pathlib import Path
 
 from megatron import entry
-from megatron.engine.job.error_messages import USER_ERRORS
-from megatron.hub.importing import import_folder
 
 
-@entry.reports(*USER_ERRORS)
+@entry.reports
 def main() -> int:
     """Import the model. Return exit code 0, or print an error and return 1."""
     parser = entry.parser(__doc__)
@@ -27,6 +25,8 @@ def main() -> int:
     args = parser.parse_args()
     if not args.source.is_dir():
         parser.error(f"{args.source}: no such folder; name one that transformers has written")
+    from megatron.hub.importing import import_folder
+
     for line in import_folder(args.source, args.target):
         print(line)
     return 0

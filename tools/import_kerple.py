@@ -22,7 +22,7 @@ from megatron.engine.errors import CheckpointError
 from megatron.run_folder import is_published
 
 
-@entry.reports()
+@entry.reports
 def main() -> int:
     """Import the checkpoint. Return exit code 0, or print an error and return 1."""
     parser = entry.parser(__doc__)

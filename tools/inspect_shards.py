@@ -38,7 +38,7 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
-@entry.reports()
+@entry.reports
 def main(argv: list[str] | None = None) -> int:
     """Inspect the shards that the command line names, and return exit code 0."""
     arguments = parse_arguments(argv)

@@ -14,7 +14,7 @@ from megatron.data.shards.joined import find_prefixes
 from megatron.data.shards.merge import merge
 
 
-@entry.reports()
+@entry.reports
 def main(argv: list[str] | None = None) -> int:
     """Merge the shards that the command line names, and return the exit code."""
     parser = entry.parser(__doc__)

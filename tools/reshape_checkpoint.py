@@ -56,7 +56,7 @@ def reshape(run: Path, out: Path, tag: str | None, workers: int) -> Path:
     return final
 
 
-@entry.reports()
+@entry.reports
 def main() -> int:
     """Convert the checkpoint that the command line names, and return exit code 0.
 

@@ -47,7 +47,7 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
-@entry.reports()
+@entry.reports
 def main(argv: list[str] | None = None) -> int:
     """Run the cells of the grid, and return the exit code."""
     # See the module docstring.

@@ -16,11 +16,8 @@ from pathlib import Path
 
 from megatron import entry
 from megatron.config import ConfigError
-from tools.experiments import grid_report, moved_theta, results
-from tools.experiments.claims import verdicts
 from tools.experiments.description import METRICS
 from tools.experiments.grid import read_grid
-from tools.experiments.report_head import head_of
 
 
 def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
@@ -38,11 +35,15 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     return args
 
 
-@entry.reports()
+@entry.reports
 def main(argv: list[str] | None = None) -> int:
     """Write the results of a grid or of run folders, and return the exit code."""
     # Also print the tables, and the verdicts on a grid's claims if there are any.
     args = parse_arguments(argv)
+    from tools.experiments import grid_report, moved_theta, results
+    from tools.experiments.claims import verdicts
+    from tools.experiments.report_head import head_of
+
     grid, judged, remarks, rows = None, [], [], "embedding"
     if args.runs[0].is_dir():
         found = results.of_folders(args.runs)

@@ -59,7 +59,7 @@ def train_tokenizer(texts: Sequence[str], size: int, out: Path) -> None:
     write_text(out, found.to_str(pretty=True))
 
 
-@entry.reports()
+@entry.reports
 def main(argv: list[str] | None = None) -> int:
     """Train the tokenizer that the command line describes, and return the exit code."""
     parser = entry.parser(__doc__)

@@ -16,12 +16,13 @@ import torch
 from torch import Tensor
 
 from megatron.attention.call import Call
+from megatron.errors import UserError
 from megatron.positional import PositionalEmbedding
 
 F = TypeVar("F", bound=Callable)
 
 
-class AttentionError(ValueError):
+class AttentionError(UserError, ValueError):
     """An attention backend is not available, or its inputs are invalid."""
 
 

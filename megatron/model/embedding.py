@@ -13,8 +13,12 @@ from torch import nn
 from megatron.model.shape import Plan
 from megatron.model.theta import StoredTheta
 from megatron.parallel.collectives import copy_to
-from megatron.parallel.layers import HiddenDropout, VocabEmbedding
+from megatron.parallel.layers import HiddenDropout, Undrawn, VocabEmbedding
 from megatron.positional import PositionalEmbedding, PositionalError
+
+
+class PositionTable(Undrawn, nn.Embedding):
+    """The vectors of `learned`: row n, of the hidden size, is added at position n."""
 
 
 class EmbeddingLayer(StoredTheta):
@@ -38,8 +42,7 @@ class EmbeddingLayer(StoredTheta):
         if words:
             self.word_embeddings = VocabEmbedding(shape.vocab_size, hidden, plan.tp)
         if any(term.kind == "input" and term.learnable for term in plan.pos.terms):
-            table = torch.empty(shape.max_positions, hidden)
-            self.position_embeddings = nn.Embedding(shape.max_positions, hidden, _weight=table)
+            self.position_embeddings = PositionTable(shape.max_positions, hidden)
         self.dropout = HiddenDropout(shape.block.hidden_dropout, plan.tp)
 
     # starts_BS [B, all positions] is the position at which each token's document starts, or None

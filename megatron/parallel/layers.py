@@ -30,14 +30,14 @@ from megatron.parallel.rng import rank_dropout
 from megatron.parallel.sharding import Sharding, mark_sharding
 
 
-class _Undrawn:
+class Undrawn:
     """A layer whose weights are not drawn when it is built, because `initialise` draws them."""
 
     def reset_parameters(self) -> None:
         """Do nothing. torch would import its compiler to draw the values of an embedding."""
 
 
-class ColumnLinear(_Undrawn, nn.Linear):
+class ColumnLinear(Undrawn, nn.Linear):
     """Column-parallel linear layer, from [..., in_features] to [..., out_features / tp.size].
 
     Args:
@@ -62,7 +62,7 @@ class ColumnLinear(_Undrawn, nn.Linear):
         return linear(enter_sharded(x, self.tp), self.weight, self.bias, self.numerics)
 
 
-class RowLinear(_Undrawn, nn.Linear):
+class RowLinear(Undrawn, nn.Linear):
     """Row-parallel linear layer, from [..., in_features / tp.size] to [..., out_features].
 
     Args:
@@ -99,7 +99,7 @@ class RowLinear(_Undrawn, nn.Linear):
         return reduce_from(y, self.tp) if self.scatter else leave_sharded(y, self.tp)
 
 
-class VocabEmbedding(_Undrawn, nn.Embedding):
+class VocabEmbedding(Undrawn, nn.Embedding):
     """Token embedding that is sharded over ranks by tokens. A tied output layer uses it, too.
 
     `forward(ids)` returns the embedding vectors. `forward(hidden, project=True)` returns this

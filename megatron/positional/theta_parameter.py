@@ -6,8 +6,10 @@ from typing import Any
 
 import torch
 
+from megatron.errors import UserError
 
-class PositionalError(ValueError):
+
+class PositionalError(UserError, ValueError):
     """An embedding or an option is unknown or invalid. The error message lists the known names."""
 
 

@@ -33,7 +33,7 @@ def recall_document(rng: random.Random) -> str:
     return "\n".join(lines) + "\n"
 
 
-@entry.reports()
+@entry.reports
 def main(argv: list[str] | None = None) -> int:
     """Write the documents as JSON lines, and return the exit code."""
     parser = entry.parser(__doc__)

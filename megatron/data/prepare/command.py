@@ -38,7 +38,7 @@ def exit_code(command: Callable[[], int]) -> int:
     for number in {*SIGNALS} - {signal.SIGINT}:  # which a shell's background jobs ignore
         signal.signal(number, signal.default_int_handler)
     try:
-        return entry.reports()(command)()
+        return entry.reports(command)()
     except KeyboardInterrupt:
         print("interrupted; the same command goes on from the last checkpoint", file=sys.stderr)
         return entry.INTERRUPTED

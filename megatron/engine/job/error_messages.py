@@ -7,17 +7,15 @@ from contextlib import contextmanager
 
 import torch
 
-from megatron.attention import AttentionError
 from megatron.config import ConfigError
 from megatron.ending import is_member
 from megatron.engine.errors import FailedElsewhereError
 from megatron.engine.job import failure
 from megatron.entry import NOBODY_READS, output_has_no_reader
 from megatron.errors import UserError
-from megatron.positional import PositionalError
 
 # An OSError is, for example, a full disk or a missing permission. Its message names the path.
-USER_ERRORS = (UserError, AttentionError, PositionalError, OSError)
+USER_ERRORS = (UserError, OSError)
 
 
 @contextmanager
