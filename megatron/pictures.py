@@ -250,6 +250,7 @@ def save(figure: Figure, path: Path) -> None:
     """Save the figure as the PNG file `path`, and as an SVG file of the same name beside it."""
     path.parent.mkdir(parents=True, exist_ok=True)
     write_bytes(path, content(figure, "png", {"Software": None}))
+    figure.set_layout_engine("none")  # the layout is done: the SVG file need not do it again
     write_bytes(path.with_suffix(".svg"), svg(figure))
 
 

@@ -5,7 +5,7 @@
 The suite is run on each finished run, at 1 to 16 times the training length. A run that has a report
 already is not measured again, and a run that is not finished is named. The runs of the method
 `more` are measured a second time, with each layer limited to the training length: the method
-`window`.
+`window`. Rows of an earlier `retrofit.csv` stay, so the seeds may be run one after another.
 
 `retrofit.csv` has a row for each run, and `differences.csv` compares each method with `more` and
 `window`, paired by seed. `verdicts.csv` has the plan's two primary tests. The pictures show the
@@ -43,7 +43,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if not rows:
         return 1
     given.out.mkdir(parents=True, exist_ok=True)
-    table = pd.DataFrame(rows)
+    table = with_earlier(pd.DataFrame(rows), given.out / "retrofit.csv")
     table.to_csv(given.out / "retrofit.csv", index=False, float_format="%.6g")
     compared = pd.DataFrame(differences(table))
     compared.to_csv(given.out / "differences.csv", index=False, float_format="%.4g")
@@ -55,6 +55,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     pictures.save(drawn(table), given.out / "by_length.png")
     pictures.save(gains(table), given.out / "gain.png")
     return 0
+
+
+def with_earlier(table: pd.DataFrame, path: Path) -> pd.DataFrame:
+    """Return `table` and the rows of the CSV file `path` for other runs, by method and seed."""
+    earlier = [pd.read_csv(path)] if path.exists() else []
+    both = pd.concat([*earlier, table]).drop_duplicates(["method", "seed"], keep="last")
+    order = {name: place for place, name in enumerate(dict.fromkeys(both.method))}
+    both = both.assign(place=both.method.map(order)).sort_values(["place", "seed"])
+    return both.drop(columns="place").reset_index(drop=True)
 
 
 def rows_of(cell: Cell) -> Iterator[dict[str, Any]]:

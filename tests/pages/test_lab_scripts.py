@@ -197,6 +197,16 @@ def test_the_pictures_of_the_retrofits_show_every_method():
     assert [line.get_ydata().tolist() for line in axes.lines[:2]] == [[10, 3], [10, 6]]
 
 
+def test_the_rows_of_earlier_seeds_stay(tmp_path):
+    retrofit, path = script("retrofit"), tmp_path / "retrofit.csv"
+    table = retrofit_table((1.0, 2.0, 3.0), (0.1, 0.2, 0.3), (2.0, 3.0, 4.0), (5.0, 6.0, 7.0))
+    assert len(retrofit.with_earlier(table[:4], path)) == 4
+    table.assign(gain=9.0)[::-1].to_csv(path, index=False)
+    found = retrofit.with_earlier(table[table.seed == 2], path)
+    assert found.seed.tolist() == [0, 1, 2] * 2 and found.method.nunique() == 2
+    assert found.gain.tolist() == [9, 9, 0, 9, 9, 3] and found.method[0] == "window"
+
+
 def test_the_runs_of_more_are_also_measured_with_a_window(tmp_path, monkeypatch):
     retrofit, asked = script("retrofit"), []
     twin = {"documents": 9, "taken": 0.1, "taken_low": 0.0, "taken_high": 0.2}

@@ -24,7 +24,7 @@ def cpu(case: Case) -> Iterator[Finding]:
     slow = not case.gpu and not {"amx_bf16", "avx512_bf16"} & set(best)
     bf16 = case.config is not None and case.config.training.precision == "bf16"
     if slow:
-        text += "; bf16 is up to ten times slower than fp32 on it"
+        text += "; bf16 is much slower than fp32 on it"
     yield judged(slow and bf16, text, "write `precision: fp32`", WARNING)
 
 
@@ -36,7 +36,7 @@ def threads(case: Case) -> Iterator[Finding]:
     number = given.partition(",")[0] if given else str(cores)  # OpenMP also takes 4,2
     many = not number.isdecimal() or int(number) * here > cores
     yield judged(many, text, f"export OMP_NUM_THREADS={max(1, cores // here)}", WARNING)
-    remedy = "unset OMP_WAIT_POLICY: threads that spin make a busy machine up to ten times as slow"
+    remedy = "unset OMP_WAIT_POLICY: threads that spin make a busy machine much slower"
     yield judged(policy.upper() == "ACTIVE", f"OMP_WAIT_POLICY={policy}", remedy, WARNING)
 
 
