@@ -119,8 +119,6 @@ def reports(main: "Callable[..., int]") -> "Callable[..., int]":
     If `main` raises an OSError or a UserError, the decorated function prints `error: MESSAGE` and
     returns exit code 1.
     """
-    # A BrokenPipeError is raised again, because `run` handles it.
-
     from megatron.errors import UserError
 
     @wraps(main)
@@ -129,7 +127,7 @@ def reports(main: "Callable[..., int]") -> "Callable[..., int]":
             return main(*args, **kwargs)
         except (OSError, UserError) as error:
             if isinstance(error, BrokenPipeError):
-                raise  # to `run`
+                raise  # to `run`, which handles it
             print(f"error: {error}", file=sys.stderr)
             return 1
 

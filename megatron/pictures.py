@@ -247,10 +247,13 @@ def _name(axes: Axes, named: Sequence[tuple[float, float, Any, str]], row: float
 
 
 def save(figure: Figure, path: Path) -> None:
-    """Save the figure as the PNG file `path`, and as an SVG file of the same name beside it."""
+    """Save the figure as the PNG file `path`, and as an SVG file of the same name beside it.
+
+    Afterwards, the figure has no layout engine.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     write_bytes(path, content(figure, "png", {"Software": None}))
-    figure.set_layout_engine("none")  # the layout is done: the SVG file need not do it again
+    figure.set_layout_engine("none")  # the SVG file gets the layout of the PNG file
     write_bytes(path.with_suffix(".svg"), svg(figure))
 
 

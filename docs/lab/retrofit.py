@@ -58,9 +58,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def with_earlier(table: pd.DataFrame, path: Path) -> pd.DataFrame:
-    """Return `table` and the rows of the CSV file `path` for other runs, by method and seed."""
-    earlier = [pd.read_csv(path)] if path.exists() else []
-    both = pd.concat([*earlier, table]).drop_duplicates(["method", "seed"], keep="last")
+    """Return `table` and the rows of the CSV file `path` for other runs, by method and seed.
+
+    Raises:
+        ValueError: The file has other columns.
+    """
+    if not path.exists():
+        return table
+    earlier = pd.read_csv(path)
+    if [*earlier] != [*table]:
+        raise ValueError(f"{path} has other columns: move it away")
+    both = pd.concat([earlier, table]).drop_duplicates(["method", "seed"], keep="last")
+    print(f"{path}: {len(both) - len(table)} rows of other runs are kept", file=sys.stderr)
     order = {name: place for place, name in enumerate(dict.fromkeys(both.method))}
     both = both.assign(place=both.method.map(order)).sort_values(["place", "seed"])
     return both.drop(columns="place").reset_index(drop=True)

@@ -205,6 +205,8 @@ def test_the_rows_of_earlier_seeds_stay(tmp_path):
     found = retrofit.with_earlier(table[table.seed == 2], path)
     assert found.seed.tolist() == [0, 1, 2] * 2 and found.method.nunique() == 2
     assert found.gain.tolist() == [9, 9, 0, 9, 9, 3] and found.method[0] == "window"
+    with pytest.raises(ValueError, match="has other columns"):
+        retrofit.with_earlier(table.drop(columns="gain_high"), path)
 
 
 def test_the_runs_of_more_are_also_measured_with_a_window(tmp_path, monkeypatch):
