@@ -4,40 +4,30 @@ from __future__ import annotations
 
 import json
 import re
-from pathlib import Path
 
 import numpy as np
 import pandas as pd
 import pytest
 from scipy import stats
 
-from tests.pages.test_documented_numbers import assert_rounded, one_line, rows
+from tests.helpers.paths import ROOT
+from tests.pages.figures.held import (
+    HAND_SCALE,
+    assert_rounded,
+    means,
+    one_line,
+    perplexities,
+    rows,
+    scientific,
+)
 from tools.experiments.claims import Verdict
 from tools.experiments.grid_report import change_of
 
-HAND_SCALE = [
-    ("The paper's comparison at hand-scale", "code"),
-    ("On prose", "prose"),
-    ("On LaTeX", "latex"),
-]
-"""The headings of the hand-scale grid in docs/lab/measurements.md, and its folders of CSV files."""
-
-
-def perplexities(repo_root: Path, folder: str) -> pd.DataFrame:
-    """Return the rows of a grid's results that are perplexities."""
-    results = pd.read_csv(repo_root / "docs" / "results" / folder / "results.csv")
-    return results[results["metric"] == "perplexity"]
-
-
-def means(repo_root: Path, folder: str) -> pd.DataFrame:
-    """Return a grid's mean perplexities, by embedding and length."""
-    return perplexities(repo_root, folder).pivot_table("value", "embedding", "length")
-
 
 @pytest.mark.parametrize(("heading", "folder"), [*HAND_SCALE, ("Beyond the paper", "terms")])
-def test_perplexities_of_the_hand_scale_grid(heading, folder, repo_root):
-    table = rows(repo_root / "docs" / "lab" / "measurements.md", heading)
-    measured = perplexities(repo_root, folder)
+def test_perplexities_of_the_hand_scale_grid(heading, folder):
+    table = rows(ROOT / "docs" / "lab" / "measurements.md", heading)
+    measured = perplexities(folder)
     lengths = [name for name in table[0] if name.replace(",", "").isdigit()]
     names = [row["embedding"].replace(" + ", "+") for row in table]
     assert sorted(names) == sorted(measured["embedding"].unique())
@@ -52,10 +42,10 @@ def test_perplexities_of_the_hand_scale_grid(heading, folder, repo_root):
             assert_rounded(deviation, values.std())
 
 
-def test_percentages_beyond_the_paper(repo_root):
-    measured = means(repo_root, "terms")
+def test_percentages_beyond_the_paper():
+    measured = means("terms")
     change = 100 * (measured / measured.loc["kerple_log"] - 1)
-    text = (repo_root / "docs" / "lab" / "measurements.md").read_text().replace("\n", " ")
+    text = (ROOT / "docs" / "lab" / "measurements.md").read_text().replace("\n", " ")
     slopes, sink = change.loc["alibi_learned"], change.loc["sink+kerple_log"]
     assert (
         f"{-slopes[128]:.1f}% below `kerple_log` at 128 and {-slopes[8192]:.1f}% at 8,192" in text
@@ -68,7 +58,7 @@ def test_percentages_beyond_the_paper(repo_root):
     sharper, gates = change.loc["log_n+kerple_log"], measured.loc["forget_gate+kerple_log"]
     assert sharper.min() > 0
     assert (gates > measured.loc[["forget_gate", "kerple_log"]].max()).all()
-    alone = means(repo_root, "code").loc["rotary", 8192]
+    alone = means("code").loc["rotary", 8192]
     assert f"`rotary` alone is at {alone:.2f} there." in text
     falls = measured[(measured.diff(axis=1).iloc[:, 1:] < 0).all(axis=1)]
     names = {"alibi_learned", "kerple_sum", "forget_gate", "forget_gate+kerple_log"}
@@ -79,10 +69,10 @@ def test_percentages_beyond_the_paper(repo_root):
     ("heading", "folder"),
     [*HAND_SCALE, ("Are two backends equal?", "backends")],
 )
-def test_verdicts_of_the_hand_scale_grids(heading, folder, repo_root):
-    text = (repo_root / "docs" / "lab" / "measurements.md").read_text().split(f"## {heading}\n")[1]
+def test_verdicts_of_the_hand_scale_grids(heading, folder):
+    text = (ROOT / "docs" / "lab" / "measurements.md").read_text().split(f"## {heading}\n")[1]
     items = re.split(r"\n## ", text)[0].replace("\n  ", " ").splitlines()
-    verdicts = pd.read_csv(repo_root / "docs" / "results" / folder / "verdicts.csv")
+    verdicts = pd.read_csv(ROOT / "docs" / "results" / folder / "verdicts.csv")
     assert len(verdicts)
     for each in verdicts.itertuples():
         start = f"- {each.name}: **{each.word}**"
@@ -95,10 +85,10 @@ def test_verdicts_of_the_hand_scale_grids(heading, folder, repo_root):
             assert float(p) in (float(f"{each.p:.2g}"), float(f"{each.holm:.2g}"))
 
 
-def test_percentages_of_the_hand_scale_grid(repo_root):
-    text = (repo_root / "docs" / "lab" / "measurements.md").read_text().replace("\n", " ")
-    folder = repo_root / "docs" / "results" / "code"
-    measured, mean = perplexities(repo_root, "code"), means(repo_root, "code")
+def test_percentages_of_the_hand_scale_grid():
+    text = (ROOT / "docs" / "lab" / "measurements.md").read_text().replace("\n", " ")
+    folder = ROOT / "docs" / "results" / "code"
+    measured, mean = perplexities("code"), means("code")
     power = 100 * (1 - mean.loc["kerple_power"] / mean.loc["kerple_log"])
     assert f"{power.min():.1f}% to {power.max():.1f}% below `kerple_log`" in text
     rotary = 100 * (mean.loc["rotary"] / mean.loc["rotary", 128] - 1)
@@ -118,9 +108,9 @@ def test_percentages_of_the_hand_scale_grid(repo_root):
     assert f"the table of `rpe` by {moved['rpe', 'table']:.0f}%" in text
 
 
-def test_percentages_on_prose(repo_root):
-    text = one_line(repo_root / "docs" / "lab" / "measurements.md").split("### On prose")[1]
-    measured, mean = perplexities(repo_root, "prose"), means(repo_root, "prose")
+def test_percentages_on_prose():
+    text = one_line(ROOT / "docs" / "lab" / "measurements.md").split("### On prose")[1]
+    measured, mean = perplexities("prose"), means("prose")
     assert mean.loc["kerple_log"].is_monotonic_decreasing and "with every doubling up to" in text
     alibi, power, rotary, rpe = (
         100 * (mean.loc[name] / mean.loc["kerple_log"] - 1)
@@ -137,9 +127,9 @@ def test_percentages_on_prose(repo_root):
     assert sum(worse) == 2 and "two of three seeds of `rpe`" in text
 
 
-def test_percentages_on_latex_and_on_all_texts(repo_root):
-    text = one_line(repo_root / "docs" / "lab" / "measurements.md").split("### On LaTeX")[1]
-    texts = {folder: means(repo_root, folder) for _, folder in HAND_SCALE}
+def test_percentages_on_latex_and_on_all_texts():
+    text = one_line(ROOT / "docs" / "lab" / "measurements.md").split("### On LaTeX")[1]
+    texts = {folder: means(folder) for _, folder in HAND_SCALE}
     mean = texts["latex"]
     alibi, power, rpe = (
         100 * (mean.loc[name] / mean.loc["kerple_log"] - 1)
@@ -165,19 +155,19 @@ def test_percentages_on_latex_and_on_all_texts(repo_root):
         assert rotary[256] < 1.1 < rotary[1024]
 
 
-def test_backends_of_the_hand_scale_grid(repo_root):
-    results = pd.read_csv(repo_root / "docs" / "results" / "backends" / "results.csv")
+def test_backends_of_the_hand_scale_grid():
+    results = pd.read_csv(ROOT / "docs" / "results" / "backends" / "results.csv")
     measured = results[results["metric"] == "loss"]
     loss = measured.pivot_table("value", ["length", "seed"], "backend")
     largest = (loss["blocked"] / loss["eager"] - 1).abs().max()
-    text = one_line(repo_root / "docs" / "lab" / "measurements.md")
-    assert f"Runs of one seed differ by {largest:.0e} of the loss".replace("e-0", "e-") in text
+    text = one_line(ROOT / "docs" / "lab" / "measurements.md")
+    assert f"Runs of one seed differ by {scientific(largest)} of the loss" in text
 
 
-def test_learning_rates_of_the_hand_scale_grid(repo_root):
-    measured = perplexities(repo_root, "lr").set_index(["embedding", "lr"])["value"]
-    grid = (repo_root / "configs" / "paper" / "stand_in.yml").read_text()
-    table = rows(repo_root / "docs" / "lab" / "measurements.md", "The search of learning rates")
+def test_learning_rates_of_the_hand_scale_grid():
+    measured = perplexities("lr").set_index(["embedding", "lr"])["value"]
+    grid = (ROOT / "configs" / "paper" / "stand_in.yml").read_text()
+    table = rows(ROOT / "docs" / "lab" / "measurements.md", "The search of learning rates")
     assert {row["embedding"] for row in table} == set(measured.index.unique("embedding"))
     for row in table:
         embedding = row.pop("embedding")
@@ -190,12 +180,12 @@ def test_learning_rates_of_the_hand_scale_grid(repo_root):
         assert f"{embedding}: {{overrides: {{optimizer.params.lr: {bold}}}" in grid
 
 
-def test_the_gap_to_alibi_over_the_length(repo_root):
-    page = repo_root / "docs" / "lab" / "measurements.md"
+def test_the_gap_to_alibi_over_the_length():
+    page = ROOT / "docs" / "lab" / "measurements.md"
     table = rows(page, r"Does the gap to ALiBi open\?")
     assert [row["text"] for row in table] == ["code", "prose", "LaTeX"]
     for row in table:
-        measured = perplexities(repo_root, row["text"].lower())
+        measured = perplexities(row["text"].lower())
         by_seed = measured.pivot_table("value", ["seed", "length"], "embedding")
         gap = np.log(by_seed["kerple_log"] / by_seed["alibi"]).dropna().unstack("length")
         for length in (128, 2048, 8192):
@@ -206,7 +196,7 @@ def test_the_gap_to_alibi_over_the_length(repo_root):
         text = f"{100 * np.expm1(change.mean()):+.2f}% [{low:+.2f}, {high:+.2f}]"
         assert row["change, 128 to 8,192"] == text
         assert row["p"] == f"{test.pvalue:.2g}"
-    paper = json.loads((repo_root / "configs" / "paper" / "tables.json").read_text())
+    paper = json.loads((ROOT / "configs" / "paper" / "tables.json").read_text())
     for corpus, said in (
         ("openwebtext2", "OpenWebText2"),
         ("github", "GitHub"),
@@ -219,8 +209,8 @@ def test_the_gap_to_alibi_over_the_length(repo_root):
         assert f"from {start:.1f}% to {end:.1f}% on {said}" in one_line(page)
 
 
-def test_the_gain_of_far_text(repo_root):
-    docs = repo_root / "docs"
+def test_the_gain_of_far_text():
+    docs = ROOT / "docs"
     table = rows(docs / "lab" / "measurements.md", r"Does far text help\?")
     twins = [f"results/code/windowed_twin_{name}.csv" for name in ("kerple_log", "alibi")]
     files = ("quickstart/suite/windowed_twin.csv", *twins)
@@ -234,9 +224,9 @@ def test_the_gain_of_far_text(repo_root):
     assert f"explains {gain:.3f}. The" in one_line(docs / "lab" / "measurements.md")
 
 
-def test_the_doses_of_the_second_study(repo_root):
-    page = repo_root / "docs" / "lab" / "plan_recipe.md"
-    found = pd.read_csv(repo_root / "docs" / "results" / "recipe_dose" / "verdicts.csv")
+def test_the_doses_of_the_second_study():
+    page = ROOT / "docs" / "lab" / "plan_recipe.md"
+    found = pd.read_csv(ROOT / "docs" / "results" / "recipe_dose" / "verdicts.csv")
     found = found[found.embedding == "kerple_log"]
     shown = rows(page, "Step 2: dose and response", "| steps | gain G")
     for row, dose in zip(shown, found.itertuples(), strict=True):
@@ -245,17 +235,17 @@ def test_the_doses_of_the_second_study(repo_root):
         assert row["perplexity at 2,048 against 128"] == f"{100 * dose.change:.0f}%"
         assert (row["R1"] == "yes", row["R2"] == "yes") == (dose.R1, dose.R2)
         assert dose.seeds == 3 and not dose.passes
-    measured = one_line(repo_root / "docs" / "lab" / "measurements.md")
+    measured = one_line(ROOT / "docs" / "lab" / "measurements.md")
     last, first = found.iloc[-1], found.iloc[0]
     assert f"gains {last.gain:.3f} nats from attention" in measured
     assert f"{100 * last.share:.0f}% of what the pointer finds" in measured
     assert f"it loses {-first.gain:.3f}." in measured
 
 
-def test_the_screening_of_the_second_study(repo_root):
+def test_the_screening_of_the_second_study():
     """The page has the mean share of each recipe, and the recipe with the largest is chosen."""
-    text = one_line(repo_root / "docs" / "lab" / "plan_recipe.md")
-    found = pd.read_csv(repo_root / "docs" / "results" / "recipe_screen" / "recipes.csv")
+    text = one_line(ROOT / "docs" / "lab" / "plan_recipe.md")
+    found = pd.read_csv(ROOT / "docs" / "results" / "recipe_screen" / "recipes.csv")
     shares = found.groupby("recipe", sort=False).share.mean()
     for name, share in shares.items():
         assert f"{share:.3f} ({name})" in text

@@ -5,14 +5,15 @@ from __future__ import annotations
 import pandas as pd
 import pytest
 
-from tests.pages.test_documented_numbers import one_line, rows
+from tests.helpers.paths import ROOT
+from tests.pages.figures.held import one_line, rows
 
 
-def test_percentages_of_the_length_tasks(repo_root):
-    found = pd.read_csv(repo_root / "docs" / "length_tasks" / "results.csv")
+def test_percentages_of_the_length_tasks():
+    found = pd.read_csv(ROOT / "docs" / "length_tasks" / "results.csv")
     exact = found[found["metric"] == "exact"].set_index(["task", "length", "embedding"])
     exact = 100 * exact["value"].sort_index()
-    text = one_line(repo_root / "docs" / "lab" / "length_task_results.md")
+    text = one_line(ROOT / "docs" / "lab" / "length_task_results.md")
     longer = exact["sort", 20]
     assert f"(`none`) is right on {longer['none']:.1f}% of the rows of twice" in text
     assert f"every other embedding on at most {longer.drop('none').max():.1f}%" in text
@@ -29,9 +30,9 @@ def test_percentages_of_the_length_tasks(repo_root):
         ("Measured: crosses of terms", "crosses.csv", 66),
     ],
 )
-def test_accuracies_of_the_length_tasks(heading, file, runs, repo_root):
-    table = rows(repo_root / "docs" / "lab" / "length_task_results.md", heading)
-    found = pd.read_csv(repo_root / "docs" / "length_tasks" / file)
+def test_accuracies_of_the_length_tasks(heading, file, runs):
+    table = rows(ROOT / "docs" / "lab" / "length_task_results.md", heading)
+    found = pd.read_csv(ROOT / "docs" / "length_tasks" / file)
     found = found[found["task"] != "mqar"]
     values = found.set_index(["task", "embedding", "length", "metric"])["value"]
     assert len(table) == len(found) / 6 == runs
@@ -43,11 +44,11 @@ def test_accuracies_of_the_length_tasks(heading, file, runs, repo_root):
             assert cell == " / ".join(f"{100 * values[*start, x]:.1f}" for x in ("exact", "token"))
 
 
-def test_accuracies_of_recall_with_three_seeds(repo_root):
+def test_accuracies_of_recall_with_three_seeds():
     table = rows(
-        repo_root / "docs" / "lab" / "length_task_results.md", "Measured: recall with three seeds"
+        ROOT / "docs" / "lab" / "length_task_results.md", "Measured: recall with three seeds"
     )
-    found = pd.read_csv(repo_root / "docs" / "length_tasks" / "crosses.csv")
+    found = pd.read_csv(ROOT / "docs" / "length_tasks" / "crosses.csv")
     found = found[(found["task"] == "mqar") & (found["metric"] == "exact")]
     values = found.set_index(["embedding", "length", "seed"])["value"].sort_index()
     assert len(table) == len(found) / 9 == 11
@@ -57,12 +58,12 @@ def test_accuracies_of_recall_with_three_seeds(repo_root):
             assert cell == " / ".join(f"{100 * x:.1f}" for x in values[embedding, int(length)])
 
 
-def test_percentages_of_the_crosses(repo_root):
-    found = pd.read_csv(repo_root / "docs" / "length_tasks" / "crosses.csv")
+def test_percentages_of_the_crosses():
+    found = pd.read_csv(ROOT / "docs" / "length_tasks" / "crosses.csv")
     found = found[found["seed"] == 1235].set_index(["metric", "task", "length", "embedding"])
     values = 100 * found["value"].sort_index()
     exact, token = values["exact"], values["token"]
-    text = one_line(repo_root / "docs" / "lab" / "length_task_results.md")
+    text = one_line(ROOT / "docs" / "lab" / "length_task_results.md")
     sort, copy = exact["sort", 20], exact["copy", 20]
     sink, cross = "sink+kerple_log", "rotary+kerple_log"
     assert f"(from {sort['kerple_log']:.1f}% to {sort[sink]:.1f}% of the rows)" in text
@@ -84,11 +85,11 @@ def test_percentages_of_the_crosses(repo_root):
     assert f"(all but `sort`, {exact['sort', 10, cross]:.1f}%)" in text
 
 
-def test_percentages_of_recall(repo_root):
-    found = pd.read_csv(repo_root / "docs" / "length_tasks" / "crosses.csv")
+def test_percentages_of_recall():
+    found = pd.read_csv(ROOT / "docs" / "length_tasks" / "crosses.csv")
     found = found[(found["task"] == "mqar") & (found["metric"] == "exact")]
     exact = 100 * found.pivot_table("value", ["embedding", "seed"], "length")
-    text = one_line(repo_root / "docs" / "lab" / "length_task_results.md").split(
+    text = one_line(ROOT / "docs" / "lab" / "length_task_results.md").split(
         "recall with three seeds"
     )[1]
     learnt = exact[4] >= 90

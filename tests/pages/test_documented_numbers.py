@@ -5,43 +5,22 @@ from __future__ import annotations
 import csv
 import json
 import re
-from pathlib import Path
 
 import pandas as pd
 import pytest
 
 from tests.evaluation.suite.confusion import table
+from tests.helpers.paths import ROOT
+from tests.pages.figures.held import assert_rounded, one_line, rows
 
 
-def rows(page: Path, heading: str, start: str = "|") -> list[dict[str, str]]:
-    """Return the rows of a table under a heading of a page, by the table's column names.
-
-    Args:
-        start: How the table begins; the first one under the heading that begins so is read.
-    """
-    section = re.split(r"\n#+ ", re.split(f"#+ {heading}\n", page.read_text())[1])[0]
-    table = section[section.index(f"\n{start}") :].strip().split("\n\n")[0]
-    lines = table.splitlines()
-    names, _, *cells = ([cell.strip(" `") for cell in line.split("|")[1:-1]] for line in lines)
-    return [dict(zip(names, each, strict=True)) for each in cells]
-
-
-def one_line(page: Path) -> str:
-    return re.sub(r"\n *", " ", page.read_text())
-
-
-def assert_rounded(text: str, value: float) -> None:
-    decimals = len(text.partition(".")[2])
-    assert text == f"{value:,.{decimals}f}"
-
-
-def test_perplexities_of_the_quickstart(repo_root):
-    table = rows(repo_root / "docs" / "lab" / "measurements.md", "Perplexity by length")
+def test_perplexities_of_the_quickstart():
+    table = rows(ROOT / "docs" / "lab" / "measurements.md", "Perplexity by length")
     embeddings = list(table[0])[2:]
     assert len(table) == 5 and len(embeddings) >= 6
     for embedding in embeddings:
         name = re.sub(r"\W+", "_", embedding)
-        results = pd.read_csv(repo_root / "docs" / "quickstart" / f"extrapolation_{name}.csv")
+        results = pd.read_csv(ROOT / "docs" / "quickstart" / f"extrapolation_{name}.csv")
         measured = results.set_index("length")
         for row in table:
             found = measured.loc[int(row["length"].replace(",", ""))]
@@ -50,9 +29,9 @@ def test_perplexities_of_the_quickstart(repo_root):
             assert_rounded(error, found.perplexity * found.stderr)
 
 
-def test_baselines_of_the_quickstart(repo_root):
-    text = one_line(repo_root / "docs" / "lab" / "measurements.md")
-    folder = repo_root / "docs" / "quickstart"
+def test_baselines_of_the_quickstart():
+    text = one_line(ROOT / "docs" / "lab" / "measurements.md")
+    folder = ROOT / "docs" / "quickstart"
     baselines = pd.read_csv(folder / "context_baseline_kerple_log.csv")
     pieces, before, twin = baselines.itertuples()
     assert set(baselines.context) == {16} and "before each scored" in before.baseline
@@ -75,14 +54,14 @@ def test_baselines_of_the_quickstart(repo_root):
     assert f"from {bits[128]:.3f} at length 128 to {bits[2048]:.3f} at 2,048" in text
     ends = rotary.bits_per_byte
     assert f"`rotary` from {ends[128]:.3f} to {ends[2048]:.3f}" in text
-    start = one_line(repo_root / "docs" / "quickstart.md")
+    start = one_line(ROOT / "docs" / "quickstart.md")
     ends = f"{perplexity[128]:.1f} at the training length to {perplexity[2048]:.1f} at 16 times"
     assert ends in start
 
 
-def test_recipes_of_the_quickstart(repo_root):
-    table = rows(repo_root / "docs" / "lab" / "measurements.md", "The recipe")
-    recipes = pd.read_csv(repo_root / "docs" / "quickstart" / "recipes.csv", dtype={"rate": str})
+def test_recipes_of_the_quickstart():
+    table = rows(ROOT / "docs" / "lab" / "measurements.md", "The recipe")
+    recipes = pd.read_csv(ROOT / "docs" / "quickstart" / "recipes.csv", dtype={"rate": str})
     assert len(table) == len(recipes)
     for row, found in zip(table, recipes.itertuples(), strict=True):
         precise = ", fp32" if found.precision == "fp32" else ""
@@ -98,10 +77,10 @@ def test_recipes_of_the_quickstart(repo_root):
         ]
 
 
-def test_report_on_the_use_of_context(repo_root):
+def test_report_on_the_use_of_context():
     page, folder = (
-        repo_root / "docs" / "lab" / "suite.md",
-        repo_root / "docs" / "quickstart" / "suite",
+        ROOT / "docs" / "lab" / "suite.md",
+        ROOT / "docs" / "quickstart" / "suite",
     )
     text = one_line(page).replace("> ", "")
     found = {path.stem: pd.read_csv(path) for path in folder.glob("*.csv")}
@@ -126,20 +105,20 @@ def test_report_on_the_use_of_context(repo_root):
     assert f"{fall} (documents" in text
 
 
-def test_the_answers_about_planted_models(repo_root):
-    folder, page = repo_root / "docs" / "results", one_line(repo_root / "docs" / "lab" / "suite.md")
+def test_the_answers_about_planted_models():
+    folder, page = ROOT / "docs" / "results", one_line(ROOT / "docs" / "lab" / "suite.md")
     with (folder / "suite_planted.csv").open() as file:
         found = list(csv.DictReader(file))
-    assert table(found) in (repo_root / "docs" / "lab" / "suite.md").read_text()
+    assert table(found) in (ROOT / "docs" / "lab" / "suite.md").read_text()
     before = pd.read_csv(folder / "suite_planted_before.csv")["right"]
     assert f"{(before == 'no').sum()} of {len(before)} were wrong" in page
     missed = sum(row["right"] == "missed" for row in found)
     assert f"none of {len(found)} is false, and {missed} miss something" in page
 
 
-def test_times_of_the_benchmarks(repo_root):
-    text = one_line(repo_root / "docs" / "lab" / "measurements.md")
-    measured = repo_root / "benchmarks" / "results"
+def test_times_of_the_benchmarks():
+    text = one_line(ROOT / "docs" / "lab" / "measurements.md")
+    measured = ROOT / "benchmarks" / "results"
     timings = json.loads((measured / "attention_cpu" / "attention.json").read_text())["timings"]
     blocked = {row["batch"]: row for row in timings if row["variant"] == "blocked"}
     one, two, four = (f"{blocked[batch]['forward_backward_ratio']:.2f}" for batch in (1, 2, 4))
@@ -151,12 +130,12 @@ def test_times_of_the_benchmarks(repo_root):
     assert f"`--backend gigatoken` {gigatoken:.1f} times" in text
 
 
-def test_shares_of_rounding(repo_root):
+def test_shares_of_rounding():
     table = rows(
-        repo_root / "docs" / "lab" / "measurements.md", r"How much of the long rows is rounding\?"
+        ROOT / "docs" / "lab" / "measurements.md", r"How much of the long rows is rounding\?"
     )
     names = ("fp32", "bf16", "bf16_published")
-    files = (repo_root / "docs" / "results" / "rounding" / f"{name}.csv" for name in names)
+    files = (ROOT / "docs" / "results" / "rounding" / f"{name}.csv" for name in names)
     fp32, *others = (pd.read_csv(file).set_index("length")["loss"] for file in files)
     assert len(table) == len(fp32)
     for row in table:

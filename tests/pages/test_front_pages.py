@@ -7,13 +7,22 @@ import re
 import pandas as pd
 
 from megatron.positional import names
-from tests.pages.test_documented_grids import means, perplexities
-from tests.pages.test_documented_numbers import assert_rounded, one_line, rows
+from tests.helpers.paths import ROOT
+from tests.pages.figures.held import (
+    assert_rounded,
+    largest_errors,
+    matrix_log,
+    means,
+    one_line,
+    perplexities,
+    rows,
+    says,
+)
 
 
-def test_readme_says_what_its_picture_shows(repo_root):
-    text = one_line(repo_root / "README.md")
-    mean = means(repo_root, "code")
+def test_readme_says_what_its_picture_shows():
+    text = one_line(ROOT / "README.md")
+    mean = means("code")
     assert "![perplexity by length of six embeddings](docs/results/code/by_length.png)" in text
     assert len(mean) == 6 and list(mean.columns[[0, -1]]) == [128, 8192]
     rotary, log, alibi = (
@@ -24,22 +33,22 @@ def test_readme_says_what_its_picture_shows(repo_root):
     assert f"The perplexity of `kerple_log` falls from {log[0]} to {log[1]}, and" in text
     assert f"perplexity of `alibi` from {alibi[0]} to {alibi[1]}." in text
     assert f"`{mean[8192].idxmin()}` is lowest: {mean[8192].min():.1f} at 8,192." in text
-    twin = pd.read_csv(repo_root / "docs/results/code/windowed_twin_kerple_log.csv").iloc[0]
+    twin = pd.read_csv(ROOT / "docs/results/code/windowed_twin_kerple_log.csv").iloc[0]
     assert twin.bins == "all" and f"model even falls, by {-twin.value:.3f} nats (one" in text
-    doses = pd.read_csv(repo_root / "docs/results/recipe_dose/verdicts.csv", index_col="dose")
+    doses = pd.read_csv(ROOT / "docs/results/recipe_dose/verdicts.csv", index_col="dose")
     longest = doses[doses.embedding == "kerple_log"].loc[5600]
     assert longest.R1 and longest.seeds == 3
     said = f"{longest.gain:.3f} nats (three seeds), which is {longest.share:.0%} of what copying"
     assert f"At 2,048 tokens, it lowers their loss by {said}" in text
-    results = one_line(repo_root / "docs" / "results.md")
+    results = one_line(ROOT / "docs" / "results.md")
     assert f"At 2,048 tokens, the gain is +{said}" in results
 
 
-def test_the_short_results_are_those_of_the_lab(repo_root):
-    page, lab = repo_root / "docs" / "results.md", repo_root / "docs" / "lab" / "measurements.md"
+def test_the_short_results_are_those_of_the_lab():
+    page, lab = ROOT / "docs" / "results.md", ROOT / "docs" / "lab" / "measurements.md"
     table = rows(page, "Perplexity by length")
     for row in table:
-        found = perplexities(repo_root, "code")
+        found = perplexities("code")
         found = found[found["embedding"] == row.pop("embedding")]
         for length, cell in row.items():
             values = found.loc[found["length"] == int(length.replace(",", "")), "value"]
@@ -55,40 +64,35 @@ def test_the_short_results_are_those_of_the_lab(repo_root):
     assert f"two workers are {data.partition(' times')[0]} times as fast" in one_line(lab)
     gigatoken = re.search(r"([\d.]+ times) with `--backend gigatoken", data)
     assert gigatoken and f"`--backend gigatoken` {gigatoken[1]}" in one_line(lab)
-    goals = (repo_root / "docs" / "lab" / "performance.md").read_text()
+    goals = (ROOT / "docs" / "lab" / "performance.md").read_text()
     assert f"| {step.partition(' times')[0]} (" in goals
     below = sorted(float(row["2,048"].strip("%-")) for row in gap)
     said = f"[{below[0]:.0f}% to {below[-1]:.0f}% below ALiBi]"
-    assert said in (repo_root / "README.md").read_text()
+    assert said in (ROOT / "README.md").read_text()
 
 
-def test_the_other_figures_of_readme(repo_root):
-    text = one_line(repo_root / "README.md")
+def test_the_other_figures_of_readme():
+    text = one_line(ROOT / "README.md")
     assert f"[{len(names())} embeddings, and sums of them]" in text
-    first = pd.read_csv(repo_root / "docs/quickstart/extrapolation_kerple_log.csv")
+    first = pd.read_csv(ROOT / "docs/quickstart/extrapolation_kerple_log.csv")
     short, *_, long, longest = [f"{value:.1f}" for value in first.perplexity]
     assert f"the perplexity: {short} at 128 tokens, and {long} at 1,024 and 2,048." in text
     assert long == longest and [*first.length[[0, 3, 4]]] == [128, 1024, 2048]
-    log = (repo_root / "tests" / "distributed" / "matrix.log").read_text()
-    cells = re.findall(r"-(fp32|bf16)-(?!cross|layers)\S+ +(\S+) \(at most \S+\) ok$", log, re.M)
-    largest = {kind: max(float(x) for each, x in cells if each == kind) for kind, _ in cells}
-    said = f"to {largest['fp32']:.1e} in fp32 and {largest['bf16']:.1e} in bf16"
-    assert f"- {len(cells)} combinations of a model and a parallel layout" in text
-    assert said.replace("e-0", "e-") in text
-    assert said.replace("to ", "", 1).replace("e-0", "e-") in one_line(
-        repo_root / "docs/layouts.md"
-    )
-    attention, data, _ = (row["result"] for row in rows(repo_root / "docs" / "results.md", "Speed"))
+    cells = [each for each in matrix_log()[0] if not each.several]
+    said = largest_errors(cells)
+    says("../README", f"- {len(cells)} combinations of a model and a parallel layout", f"to {said}")
+    says("layouts", said)
+    attention, data, _ = (row["result"] for row in rows(ROOT / "docs" / "results.md", "Speed"))
     assert f"[{attention.split()[0]} of the time]" in text
     assert f"[{float(data.split()[0]):.0f} times as fast]" in text
 
 
-def test_the_summary_of_the_length_tasks(repo_root):
-    found = pd.read_csv(repo_root / "docs" / "length_tasks" / "crosses.csv")
+def test_the_summary_of_the_length_tasks():
+    found = pd.read_csv(ROOT / "docs" / "length_tasks" / "crosses.csv")
     exact = found[found["metric"] == "exact"].pivot_table(
         "value", ["task", "length", "embedding"], "seed"
     )
-    text = one_line(repo_root / "docs" / "length_tasks.md")
+    text = one_line(ROOT / "docs" / "length_tasks.md")
     sort = 100 * exact.loc["sort", 20][1235]
     assert f"is right on {sort['none']:.1f}% of the rows of twice the training length" in text
     assert f"every other model on at most {sort.drop('none').max():.1f}%" in text

@@ -6,7 +6,7 @@ import pytest
 
 from benchmarks.plan.plan_time import PAGE, config_of, line_of, measured, planned, runs
 from megatron.engine.model_shape import shape_of
-from tests.pages.test_documented_numbers import rows
+from tests.pages.figures.held import rows
 
 RUNS = {row["run"]: row for row in runs()}
 SMALL = ["llm-foundry 760m H100 16 2048", "llm-foundry 125m A100-40 8 2048", "torchtitan 8B 8"]

@@ -8,18 +8,29 @@ import re
 
 import pandas as pd
 import pytest
-import yaml
 
 from megatron.config import load_config
+from megatron.evaluation.suite import pointer
 from megatron.positional import load
-from tests.engine.test_published_sizes import count
 from tests.helpers.paths import ROOT
-from tests.pages.figures.test_figures_of_the_lab import LAB, RESULTS, and_list, constant, grid, says
-from tests.pages.test_documented_grids import HAND_SCALE, means
-from tests.pages.test_documented_numbers import rows
+from tests.model.published_sizes import parameters
+from tests.pages.figures.held import (
+    HAND_SCALE,
+    LAB,
+    QUICKSTART,
+    RESULTS,
+    and_list,
+    first_command,
+    grid,
+    means,
+    or_list,
+    preparation_memory,
+    rows,
+    says,
+    yml,
+)
 
-QUICKSTART = load_config([ROOT / "configs" / "quickstart.yml"])
-PAGE, FAR = "measurements.md", r"Does far text help\?"
+PAGE, MEASUREMENTS, FAR = "lab/measurements", LAB / "measurements.md", r"Does far text help\?"
 
 
 def curve(name: str) -> pd.Series:
@@ -28,12 +39,8 @@ def curve(name: str) -> pd.Series:
     return pd.read_csv(file).set_index("length").perplexity
 
 
-def yml(name: str) -> dict:
-    return yaml.safe_load((ROOT / "configs" / name).read_text())
-
-
 def section(heading: str) -> str:
-    text = (LAB / PAGE).read_text().partition(f"# {heading}\n")[2]
+    text = (MEASUREMENTS).read_text().partition(f"# {heading}\n")[2]
     return re.sub(r"\n *", " ", re.split(r"\n##+ ", text)[0])
 
 
@@ -51,13 +58,15 @@ def test_the_quickstart():
     assert best[w] == "rotary_kerple_log" and set(gated) == set(best.index[1:])
     assert below.tolist() == best.index[: len(below)].tolist()
     help_of_far = pd.read_csv(files / "suite" / "windowed_twin.csv").iloc[0].value
-    for row in rows(LAB / PAGE, "Perplexity by length"):
+    for row in rows(MEASUREMENTS, "Perplexity by length"):
         assert int(row["× training length"]) * w == int(row["length"].replace(",", ""))
     at = f"{yml('quickstart.yml')['train_iters']:,} steps of"
-    default = load("fire").length
+    default, (fast, slow) = load("fire").length, first_command()
     says(
         PAGE,
-        f"The quickstart model ({count(1024, 'quickstart.yml')[0] / 1e6:.1f}M parameters) was",
+        f"took {fast} minutes with",
+        f"and {slow} on a slower one",
+        f"The quickstart model ({parameters(QUICKSTART, 1024)[0] / 1e6:.1f}M parameters) was",
         f"trained for {at} {c.batch.train_batch_size} sequences at {w} tokens, on",
         f"in {tokens:,} BPE tokens.",
         f"falls with the length: at {long:,} it is",
@@ -78,16 +87,9 @@ def test_the_quickstart():
     )
 
 
-def test_what_was_measured_once_is_repeated_as_it_is():
-    table = {row["what"]: row["value"] for row in rows(LAB / PAGE, "Measured once")}
-    first = next(value for what, value in table.items() if what.startswith("the first command"))
-    fast, slow = re.findall(r"([\d.]+) ", first)
-    says(PAGE, f"took {fast} minutes with", f"and {slow} on a slower one")
-
-
 def test_the_hand_scale_comparison():
     about, cells = grid("stand_in").about, grid("stand_in").cells
-    model, mean = yml("paper/stand_in_model.yml"), means(ROOT, "code")
+    model, mean = yml("paper/stand_in_model.yml"), means("code")
     w = model["seq_length"]
     shorter = {f"{100 * (1 - mean.loc[x, 2 * w] / mean.loc[x, w]):.0f}%" for x in (
         "kerple_log", "kerple_power", "alibi", "rpe")}  # fmt: skip
@@ -108,7 +110,7 @@ def test_the_hand_scale_comparison():
         f" `rotary` is behind already at {2 * w}.",
         f"and still falls at {last:,}. In the paper",
         f"% above at {last:,}. The perplexity of `alibi` falls",
-        f"and the model has {count(1024, 'quickstart.yml')[0] / 1e6:.1f}M parameters, so",
+        f"and the model has {parameters(QUICKSTART, 1024)[0] / 1e6:.1f}M parameters, so",
         f"the test text is one, {model['eval_tokens']:,} tokens.",
         f"took {took[0]:.0f} and {took[1]:.0f} minutes, together {sum(took):.0f} instead of {most}",
         f"as prose, {latex:.0f} minutes beside other work",
@@ -126,7 +128,7 @@ def test_the_hand_scale_comparison():
 def test_the_endpoints_are_those_of_the_grid(heading, folder):
     """Lengths, margins and seeds of the verdicts on each text."""
     first, second, (worse, within) = grid("stand_in").about.endpoints.values()
-    mean, text = means(ROOT, folder), section(heading)
+    mean, text = means(folder), section(heading)
     five, three = first.of["length"], second.than["length"]
     best = {name: f"{mean.loc[name].idxmin():,}" for name in ("rpe", "kerple_log")}
     long, (a, b) = int(worse.of["length"]), (second.of["length"], three)
@@ -144,7 +146,7 @@ def test_the_endpoints_are_those_of_the_grid(heading, folder):
             f"more than {worse.by:g}% above their best length at {long:,}, but not the third",
             f"{best['kerple_log']} is the best length of `kerple_log` (",
             f"with every doubling up to {long:,}, where on code it rises from"
-            f" {means(ROOT, 'code').loc['kerple_log'].idxmin():,} on.",
+            f" {means('code').loc['kerple_log'].idxmin():,} on.",
             f"equal to `kerple_log` at {b} and {a}, and",
         ],
         "latex": [
@@ -168,12 +170,11 @@ def test_the_gap_and_the_far_text():
     large, w = paper["xl-512"]["openwebtext2"], QUICKSTART.model.seq_length
     alibi, log = ([large[name][n] for n in ("8192", "16384")] for name in ("alibi", "kerple_log"))
     shortest = min(map(int, paper["small-512"]["github"]["alibi"]))
-    pointer = pd.read_csv(ROOT / "docs/quickstart/suite/pointer.csv").iloc[0]
-    orders = constant("megatron/evaluation/suite/pointer.py", "ORDERS")
+    matches = pd.read_csv(ROOT / "docs/quickstart/suite/pointer.csv").iloc[0]
     doses = pd.read_csv(RESULTS / "recipe_dose" / "verdicts.csv").dose
-    longest = max(int(row["longest"].replace(",", "")) for row in rows(LAB / PAGE, FAR))
+    longest = max(int(row["longest"].replace(",", "")) for row in rows(MEASUREMENTS, FAR))
     level = int(grid("stand_in").about.endpoints["P1"].of["length"])
-    assert f"beyond {w}" == pointer.matches and alibi[0][0] < log[0][0]
+    assert f"beyond {w}" == matches.matches and alibi[0][0] < log[0][0]
     says(
         PAGE,
         f"a level: `kerple_log` is below `alibi` at {level:,}. It is so",
@@ -185,9 +186,9 @@ def test_the_gap_and_the_far_text():
         f" the loss of the tokens beyond {w}, in",
         f"From {w} to {max(QUICKSTART.evaluation.eval_lengths):,} tokens, its loss falls",
         f"attention beyond {w} tokens explains",
-        f"the same {and_list(orders).replace(' and', ' or')} tokens before",
-        f"From matches beyond {w} tokens it gains {pointer.value:.3f} nats"
-        f" [{pointer.low:.3f}, {pointer.high:.3f}] ([report]",
+        f"the same {or_list(pointer.ORDERS)} tokens before",
+        f"From matches beyond {w} tokens it gains {matches.value:.3f} nats"
+        f" [{matches.low:.3f}, {matches.high:.3f}] ([report]",
         f"after {doses.max():,} steps, `kerple_log` gains",
         f"nats from attention beyond {w} tokens",
         f"and after {doses.min()} steps it loses",
@@ -195,12 +196,12 @@ def test_the_gap_and_the_far_text():
 
 
 def test_the_other_terms():
-    mean, w = means(ROOT, "terms"), QUICKSTART.model.seq_length
+    mean, w = means("terms"), QUICKSTART.model.seq_length
     found = pd.read_csv(RESULTS / "terms" / "results.csv")
     seeds, longest = sorted(set(found.seed)), mean.columns[-1]
     bounded = mean.loc[["gaussian_mul", "kerple_power_mul", "gaussian", "gaussian3", "fire"]]
     start = next(n for n in mean.columns if (bounded.diff(axis=1).loc[:, n:] > 0).all(axis=None))
-    assert len(rows(LAB / PAGE, "Beyond the paper")) * len(seeds) == found.folder.nunique()
+    assert len(rows(MEASUREMENTS, "Beyond the paper")) * len(seeds) == found.folder.nunique()
     says(
         PAGE,
         f"(#the-papers-comparison-at-hand-scale): {found.folder.nunique()} runs, two seeds"
@@ -236,18 +237,16 @@ def test_backends_rounding_and_attention():
 
 
 def test_the_preparation_of_data():
-    folder = ROOT / "benchmarks" / "results"
-    (small, peak), (large, more) = re.findall(
-        r"(\d+ MB) for (\d+ MB)", (folder / "data_prep.md").read_text()
-    )
-    ratio = pd.read_csv(folder / "data_prep_640.csv").set_index("path").ratio_to_per_document_1
+    (small, text), (large, more) = preparation_memory()
+    found = pd.read_csv(ROOT / "benchmarks/results/data_prep_640.csv")
+    ratio = found.set_index("path").ratio_to_per_document_1
     auto, gigatoken = (ratio[f"prepare_data.py, {name}"] for name in ("auto", "gigatoken"))
     says(
         PAGE,
-        f"GPT-2 tokens from {peak} of text",
+        f"GPT-2 tokens from {text} of text",
         f"On {more} they are {auto:.1f} and {gigatoken:.0f} times as fast",
-        f"Peak memory is {small} for {peak} of text and {large} for {more}.",
-        f"tables for [{peak}](",
+        f"Peak memory is {small} for {text} of text and {large} for {more}.",
+        f"tables for [{text}](",
     )
 
 
@@ -269,7 +268,7 @@ def test_the_length_tasks():
     assert len(five["axes"]["embedding"]) == 5 and len(every.about.axes["embedding"]) == 11
     assert {*five["lengths"]} == {*copy["eval_lengths"]} and len(every.about.axes["task"]) == 7
     says(
-        "length_task_results.md",
+        "lab/length_task_results",
         f"at lengths 1 to {copy['task_options']['max_length']} ([Experiments]",
         f"width {copy['hidden_size']} and takes {copy['train_iters']:,} steps of"
         f" {copy['train_micro_batch_size_per_gpu']} examples.",

@@ -7,11 +7,14 @@ import re
 
 import pandas as pd
 
+from benchmarks import attention_report, loss_memory, train_step
 from benchmarks.attention import parser
+from benchmarks.host import launch_time
 from megatron.engine.gpus import gpu_named
 from tests.helpers.paths import ROOT
-from tests.pages.figures.test_figures_of_the_lab import LAB, constant, says
-from tests.pages.test_documented_numbers import rows
+from tests.model.published_sizes import PYTHIA
+from tests.pages.figures.held import LAB, constant, preparation_memory, rows, says, yml
+from tests.ptx.cost_model import BANDWIDTH
 
 PAGE, FOLDER = LAB / "performance.md", ROOT / "benchmarks" / "results"
 
@@ -75,7 +78,7 @@ def test_the_training_step():
         for f in folders
     )
     speed = {name: each["tokens_per_second"] for name, each in first.items()}
-    goals = dict(zip(("plain", "published", "compiled"), cpu_goals("cpu"), strict=True))
+    goals = dict(zip(("plain", "published", "compiled"), goals_on("cpu"), strict=True))
     plain = speed["project"] / speed["plain"]
     rates = " and ".join(f"{speed[x] / 1000:.1f}k" for x in ("project", "plain"))
     found = row("On a CPU", "training step of the quickstart's shape")
@@ -98,7 +101,7 @@ def test_the_training_step():
     products = [other[x]["parts"]["products"] for x in ("project", "plain", "published")]
     family, model = re.findall(r"family (\d+), model (\d+)", report_of("train_step_amd_zen4"))[0]
     says(
-        "performance.md",
+        "lab/performance",
         f"On family {family}, model {model}, oneDNN",
         f"has {ratios[0]:.2f} of the plain loop's tokens per second and {ratios[1]:.2f} of the",
         f"The products take {min(products):.0%} to {max(products):.0%} of each",
@@ -106,10 +109,8 @@ def test_the_training_step():
     )
 
 
-def cpu_goals(device: str) -> list[float]:
-    code = (ROOT / "benchmarks" / "train_step.py").read_text()
-    (line,) = re.findall(rf'"{device}": \[(.*)\],\n', code)
-    return [float(x) for x in re.findall(r"([\d.]+)\)", line)]
+def goals_on(device: str) -> list[float]:
+    return [least for *_, least in train_step.GOALS[device]]
 
 
 def report_of(folder: str) -> str:
@@ -118,7 +119,7 @@ def report_of(folder: str) -> str:
 
 def test_products_generation_and_exports():
     times = pd.read_csv(FOLDER / "linear_time.csv").query("passes == 'forward and backward'").ratio
-    says("performance.md", f"take {times.min():.2f} to {times.max():.2f} of the time; the")
+    says("lab/performance", f"take {times.min():.2f} to {times.max():.2f} of the time; the")
     shape = r"(\d+ layers)(?: of|,) width (\d+)"
     speed = {name: ratio for name, *_, ratio in words("generation_speed.md")}
     found = row("On a CPU", "generated tokens per second")
@@ -146,13 +147,13 @@ def test_memory_and_saving():
     tokens, whole, pieces = (last[name] for name in list(last)[1:])
     found = row("On a CPU", "peak memory of a step")
     assert found["stands"] == f"{tokens} tokens in fp32: {pieces} instead of {whole.split()[0]}"
-    vocabulary = constant("benchmarks/loss_memory.py", "VOCABULARY")
+    vocabulary = loss_memory.VOCABULARY
     assert f"vocabulary of {vocabulary // 1000}k" in found["what"]
     code = (ROOT / "benchmarks" / "loss_memory.py").read_text()
     layers, width = (re.findall(rf'"--{x}", type=int, default=(\d+)', code)[0]
                      for x in ("layers", "width"))  # fmt: skip
     assert layers == "2"
-    says("performance.md", f"two layers of width {width} with a vocabulary of {vocabulary:,} (")
+    says("lab/performance", f"two layers of width {width} with a vocabulary of {vocabulary:,} (")
     saved = rows(PAGE, "Saving beside training")[0]
     waits = row("On a CPU", "training waits for a save")
     first, later = saved["async_save`: first save"], saved["later saves"]
@@ -167,8 +168,7 @@ def test_data():
     at = [x.set_index(["path", "workers"]) for x in (small, large)]
     auto, giga = ("prepare_data.py, auto", 2), ("prepare_data.py, gigatoken", 2)
     ratio = [x.ratio_to_per_document_1 for x in at]
-    sizes = re.findall(r"(\d+ MB) for (\d+ MB)", (FOLDER / "data_prep.md").read_text())
-    (memory, text), (more, long) = sizes
+    (memory, text), (more, long) = preparation_memory()
     one, two = (at[0].ratio_at_equal_workers["prepare_data.py, auto", n] for n in (1, 2))
     neox = at[0].seconds["HFTokenizer, per document", 1] / at[0].seconds[auto]
     wanted = {
@@ -213,7 +213,7 @@ def test_kernels_that_are_counted():
     assert said in special[""]
     (version,) = set(found.triton)
     spilled = f"of {(found.target == 'sm_100').sum()} variants spilled"
-    says("performance.md", f"compile_kernels.py`, for Triton {version}.", spilled)
+    says("lab/performance", f"compile_kernels.py`, for Triton {version}.", spilled)
     time = row(name, "predicted time")
     (without,) = re.findall(r"^([\d.]+) without shared memory", time["stands"])
     goal = float(without) - limits(time["goal"])[0]
@@ -231,7 +231,7 @@ def code(file: str) -> str:
 
 def test_the_time_of_a_launch():
     found = pd.read_csv(FOLDER / "launch_time.csv").set_index(["call", "passes"])
-    goals = constant("benchmarks/host/launch_time.py", "GOALS")
+    goals = launch_time.GOALS
     cells = row("GPU kernels, counted", "time of the host for a launch")
     plain, cached = (
         {call: [f"{found[column][call, each] + 0.01:.0f}" for each in goals]
@@ -250,11 +250,10 @@ def test_the_time_of_a_launch():
 
 
 def test_the_predictions_agree_with_each_other():
-    width = constant("tests/ptx/cost_model.py", "BANDWIDTH")
     says(
-        "performance.md",
+        "lab/performance",
         f"greedy schedule of the programs' tiles on {gpu_named('H100').multiprocessors} multi",
-        f"Shared memory delivers {width} bytes in a clock",
+        f"Shared memory delivers {BANDWIDTH} bytes in a clock",
     )
     table = rows(PAGE, "Predictions and outcomes", "| change")
     first = re.findall(r"→ ([\d., ]+)", table[0]["counted"])[0].split(", ")
@@ -267,9 +266,9 @@ def test_the_predictions_agree_with_each_other():
 
 
 def test_the_goals_of_attention_on_a_gpu():
-    goals, given = constant("benchmarks/attention_report.py", "GOALS"), parser().get_default
+    goals, given = attention_report.GOALS, parser().get_default
     shape = f"{given('heads')} heads of {min(given('head_sizes'))}"
-    says("performance.md", f"bf16, {shape}, {given('tokens') // 1024}k tokens, medians")
+    says("lab/performance", f"bf16, {shape}, {given('tokens') // 1024}k tokens, medians")
     for found in rows(PAGE, "On a GPU"):
         length, *cells = found.values()
         shown = [limits(cell) for cell in cells]
@@ -279,22 +278,20 @@ def test_the_goals_of_attention_on_a_gpu():
 
 
 def test_the_goals_of_a_step_on_a_gpu():
-    published, plain, compiled = cpu_goals("cuda")
+    published, plain, compiled = goals_on("cuda")
     assert row("On a GPU", "training step, 162M", "| what")["goal"] == f"≥ {published:g}x"
     goal = row("On a GPU", "the same / the same loop without bias", "| what")["goal"]
     assert goal == f"≥ {plain:g}; ≥ {compiled:.1f}"
-    more = constant("benchmarks/attention_report.py", "MEGABYTE_MORE")
+    more = attention_report.MEGABYTE_MORE
     assert (
         f"FlashAttention's ≤ {more:.0f} MB" in row("On a GPU", "the table above", "| what")["what"]
     )
     long = constant("tests/gpu/test_gpu_memory.py", "LONG")
     assert row("On a GPU", f"gradients bit for bit, memory at {long:,} tokens", "| what")
-    size = constant("tests/engine/test_published_sizes.py", "PYTHIA")["small", 128][0]
-    train = {x: int(re.findall(rf"^{x}: (\d+)", code("configs/paper/train.yml"), re.M)[0])
-             for x in ("seq_length", "train_batch_size")}  # fmt: skip
-    length, batch = train.values()
+    size = PYTHIA["small", 128][0]
+    length, batch = (yml("paper/train.yml")[x] for x in ("seq_length", "train_batch_size"))
     assert row("On a GPU", f"training step, {size / 1e6:.0f}M, batch {batch} x {length}", "| what")
     says(
-        "performance.md",
+        "lab/performance",
         f"a micro-batch of {batch} x {length + 1} tokens has {batch * (length + 1) * 8 // 1000} kB",
     )

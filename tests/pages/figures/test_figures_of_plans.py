@@ -8,19 +8,20 @@ import re
 
 import pandas as pd
 import pytest
-import yaml
 
 from benchmarks.attention import parser
+from benchmarks.host import launch_time
 from benchmarks.plan.plan_time import CALIBRATED, FIT, MISS, PAGE, config_of, measured, runs
 from megatron.engine.gpus import gpu_named
 from megatron.engine.model_shape import shape_of
 from megatron.engine.training.speed import flops_per_token, keys_per_query
+from megatron.evaluation.suite import pointer
 from megatron.plan.plan_text import USABLE
 from tests.helpers.paths import ROOT
-from tests.pages.figures.test_figures_of_the_lab import LAB, RESULTS, and_list, constant, grid, says
-from tests.pages.test_documented_numbers import rows
+from tests.model.published_sizes import PYTHIA
+from tests.pages.figures.held import LAB, RESULTS, and_list, constant, grid, rows, says, yml
 
-MODEL = yaml.safe_load((ROOT / "configs/paper/stand_in_model.yml").read_text())
+MODEL = yml("paper/stand_in_model.yml")
 RUNS = {row["run"]: row for row in runs()}
 
 
@@ -42,7 +43,7 @@ def test_the_plan_has_the_figures_of_its_grid():
     assert MODEL["max_position_embeddings"] == w and len(some) == 3
     assert {second.than["length"]} == {str(w)} and worse.of["length"] == within.of["length"]
     says(
-        "plan.md",
+        "lab/plan",
         f"stand_in.yml): {len(cells)} runs |",
         f"split {MODEL['split']}; the endpoints",
         f"BPE of {about.tokenizer.size:,} tokens, trained on the same library",
@@ -86,7 +87,7 @@ def test_the_plan_has_the_figures_of_the_search_and_of_the_backends():
         grid("stand_in").about.variables["steps"]
     )
     says(
-        "plan.md",
+        "lab/plan",
         f"rates {and_list(planned)}, half the steps, seed {search.about.seeds[0]} (which",
         f"does not use), {tried} runs. The rate with the lowest validation perplexity at length"
         f" {w} is taken",
@@ -118,9 +119,9 @@ def test_the_plan_of_recipes_has_the_figures_of_its_grids():
         assert value.overrides["load"].endswith(f"global_step{round((1 - last) * int(name))}")
     assert warm_up == round(MODEL["warmup"] * steps) and constant_rate.about.seeds == seeds
     says(
-        "plan_recipe.md",
+        "lab/plan_recipe",
         f"in sequences of {times} W tokens; 95% interval",
-        f"(orders {and_list(constant('megatron/evaluation/suite/pointer.py', 'ORDERS'))}, mixing",
+        f"(orders {and_list(pointer.ORDERS)}, mixing",
         f"perplexity at {times} W divided by perplexity at W",
         f"{len(screen.cells)} runs of {steps:,} steps of {batch * w:,} tokens, one seed"
         f" ({screen.about.seeds[0]}), measured",
@@ -165,7 +166,7 @@ def test_the_plan_of_recipes_has_the_figures_of_its_results():
     spoken = [f"{a.headroom.min():.2f} to {a.headroom.max():.2f}" for a in (long, short)]
     assert (last.gain_low > 0).all() and (first.gain < 0).all()
     says(
-        "plan_recipe.md",
+        "lab/plan_recipe",
         f"attention beyond {w} tokens gains {twin.value:.3f} nats in the quickstart's",
         f"W = {further} have no interval, because the split has three documents of"
         f" {further * 16:,} tokens",
@@ -186,9 +187,9 @@ def test_the_plan_of_recipes_has_the_figures_of_its_results():
         r"least (\d+)% of the largest share", (LAB / "plan_recipe.md").read_text()
     )
     assert shares.iloc[-2] < float(enough) / 100 * shares.iloc[-1]
-    says("plan_recipe.md", f"No other recipe has {enough}% of its share.")
+    says("lab/plan_recipe", f"No other recipe has {enough}% of its share.")
     pilot = re.findall(r"\(([\d.]+k) tokens/s per core\)", (LAB / "plan.md").read_text())
-    says("plan_recipe.md", f"{pilot[0]} tokens a second and core in bf16 in the first study")
+    says("lab/plan_recipe", f"{pilot[0]} tokens a second and core in bf16 in the first study")
 
 
 def test_what_is_to_be_measured_on_a_gpu():
@@ -196,15 +197,15 @@ def test_what_is_to_be_measured_on_a_gpu():
     least = min(fused.about.lengths)
     (margin,) = {each.by for each in fused.about.endpoints.values()}
     minutes = parser().get_default("minutes")
-    size = constant("tests/engine/test_published_sizes.py", "PYTHIA")["small", 128][0]
-    forward, both = constant("benchmarks/host/launch_time.py", "GOALS").values()
+    size = PYTHIA["small", 128][0]
+    forward, both = launch_time.GOALS.values()
     counted = pd.read_csv(ROOT / "tools" / "compiled_kernels.csv")
     blackwell = counted[counted.target.isin(["sm_100", "sm_120"])]
     assert {*blackwell.dtype} == {"bf16"} and {*blackwell.dropout} == {0}
     assert {*blackwell.group} == {1}
     assert len(fused.cells) == 10 and len(fused.about.seeds) == 5
     says(
-        "gpu_measurements.md",
+        "lab/gpu_measurements",
         f"about {math.ceil(minutes)} minutes at most. (`--minutes {minutes:g}` is the default",
         f"({minutes:g} minutes at most; rows",
         f"The {size / 1e6:.0f}M model in bf16",
@@ -220,8 +221,8 @@ def test_planned_and_measured_memory():
     report = json.loads((ROOT / "benchmarks" / "results" / "plan_memory.json").read_text())
     shown = rows(LAB / "plans_and_rehearsals.md", "Planned and measured memory")
     millions = max(row["parameters"] for row in report["rows"].values()) / 1e6
-    says("plans_and_rehearsals.md", f"| layout ({millions:.0f} million parameters, two steps) |")
-    says("plans_and_rehearsals.md", f"tensors may fill {USABLE:.0%} of the GPU")
+    says("lab/plans_and_rehearsals", f"| layout ({millions:.0f} million parameters, two steps) |")
+    says("lab/plans_and_rehearsals", f"tensors may fill {USABLE:.0%} of the GPU")
     assert len(shown) == len(report["rows"])
     for cells, (layout, row) in zip(shown, report["rows"].items(), strict=True):
         sizes = [f"{row[key] / 1e6:,.0f}" for key in ("planned", "measured")]
@@ -248,10 +249,10 @@ def test_planned_and_published_hours():
         vocabularies.add(vocabulary)
         fills = int(USABLE * gpu.memory)
     assert f" {fills} that may be filled" in most
-    neox = constant("tests/engine/test_published_sizes.py", "PYTHIA")["20B", 256][0]
+    neox = PYTHIA["20B", 256][0]
     small, large = sorted(vocabularies)
     says(
-        "plans_and_rehearsals.md",
+        "lab/plans_and_rehearsals",
         f"on A100 of {gpu.memory:.0f} GB, planned",
         f"padded vocabularies of {small:,} (12B: {large:,}) and",
         f"{mfu:g} of the peak are {mfu * gpu.rate16:.0f} TFLOP/s",
@@ -269,7 +270,7 @@ def test_the_page_of_published_runs():
     few, many = (int(row["gpus"]) for row in turing)
     (kind,) = {row["gpu"] for row in turing}
     says(
-        "published_runs.md",
+        "lab/published_runs",
         f"{len(RUNS)} published runs, planned",
         f"{minutes} minutes on two cores of an AMD EPYC",
         f"misses by more than {MISS:.0%} counts as {MISS:.0%} in the calibration",

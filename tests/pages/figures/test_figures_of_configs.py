@@ -6,21 +6,22 @@ import json
 import re
 
 from megatron.config import load_config
-from tests.engine.test_published_sizes import BESIDE_EMBEDDINGS, GPT3, PYTHIA
 from tests.helpers.paths import CONFIGS, ROOT
-from tests.pages.test_documented_numbers import one_line, rows
-from tools.experiments.grid import read_grid
+from tests.model.published_sizes import BESIDE_EMBEDDINGS, GPT3, PYTHIA
+from tests.pages.figures.held import QUICKSTART, grid, rows, says, smallest, word
 
 PAGE, GUIDE = CONFIGS / "README.md", ROOT / "docs" / "experiments.md"
-DEFAULTS = "Defaults where the two code bases differ"
+README, DEFAULTS = "../configs/README", "Defaults where the two code bases differ"
+SMALL = f"{PYTHIA['small', 128][0] / 1e6:.0f}M parameters"
 LARGE = f"{GPT3['xl'] / 1e9:.1f}B parameters"
 SIZES = {"own_160M": PYTHIA["small", 128][0], "own_1.4B": PYTHIA["xl", 128][0]}
 """The parameters of the models whose recipes read a number of tokens for each parameter."""
 PAPER = ("model/small.yml", "paper/train.yml", "pos_emb/kerple_log.yml", "cluster/cpu.yml")
-BARE = [
-    "num_layers=1", "hidden_size=8", "num_attention_heads=1", "seq_length=8", "data_path=x",
-    "train_iters=1", "optimizer.params.lr=1", "train_batch_size=1", "pos_emb=none",
-]  # fmt: skip
+WITHOUT_TABLE = [
+    *("stand_in", "stand_in_lr", "stand_in_backends", "stand_in_fused", "stand_in_terms"),
+    *("length_tasks", "recipe_screen", "retrofit_base"),
+]
+"""The grids of the guide that are of no table of the paper."""
 
 
 def joined(values, last: str = ", ") -> str:
@@ -72,7 +73,11 @@ def test_the_published_models():
     for (size, divisible_by), (count, _) in PYTHIA.items():
         padded = f", `make_vocab_size_divisible_by: {divisible_by}`" * (divisible_by != 128)
         assert f" ({count:,}{padded})" in by_size[size]
-    assert f"from `tiny` to {max(GPT3.values()) / 1e9:.0f}B parameters" in one_line(PAGE)
+    (tiny,) = re.findall(r"^# (\S+) parameters", (CONFIGS / "model" / "tiny.yml").read_text())
+    says(
+        README,
+        f"from {tiny} (`tiny`, without embeddings) to {max(GPT3.values()) / 1e9:.0f}B parameters",
+    )
 
 
 def test_the_defaults():
@@ -87,51 +92,54 @@ def test_the_defaults():
                 assert list(row.values())[1:] == [*both, ours]
                 compared += 1
     assert compared == 5
-    gated = load_config([], [*BARE, "activation=geglu"]).model
+    gated = smallest("activation=geglu").model
     factor, left = divmod(gated.intermediate_size, gated.hidden_size)
-    stages = (
-        load_config([], [*BARE, *given]).parallel.zero_stage
-        for given in ([], ["zero_optimization={}"])
-    )
+    stages = (smallest(*given).parallel.zero_stage for given in ([], ["zero_optimization={}"]))
     left_out = "stage {} (stage {} if the key is given without `stage`)".format(*stages)
     told = {row["key"].strip("`").split("`")[0]: row for row in rows(PAGE, DEFAULTS)}
     width = told["intermediate_size"]
     assert width["published KERPLE code"] == width["here"] == f"{factor} x `hidden_size"
     assert told["zero_optimization"]["here"] == left_out.strip("`") and not left
-    single = load_config([CONFIGS / "quickstart.yml"]).batch.gradient_accumulation_steps
-    assert f"If only one is set, accumulation is {single}." in one_line(PAGE)
+    single = QUICKSTART.batch.gradient_accumulation_steps
+    says(README, f"If only one is set, accumulation is {single}.")
 
 
 def test_the_grids_of_the_paper():
+    without = []
     for row in rows(GUIDE, "The paper's tables"):
         names = re.findall(r"paper/(\w+)\.yml\)", row["grid"])
-        counts = [len(read_grid(CONFIGS / f"paper/{name}.yml").cells) for name in names]
-        assert row["runs"] == ", ".join(map(str, counts))
-        assert tables_of(row[""]) == tables_of(head(names[0])) or not tables_of(row[""])
-    assert f"Table 9: three embeddings at {LARGE}, eight" in one_line(GUIDE)
-    small = f"{PYTHIA['small', 128][0] / 1e6:.0f}M parameters"
-    assert f"three corpora, five seeds, {small}" in one_line(GUIDE)
+        assert row["runs"] == ", ".join(str(len(grid(name).cells)) for name in names)
+        tables = tables_of(row[""])
+        assert tables == tables_of(head(names[0])), names
+        without += [] if tables else names[:1]
+    assert without == WITHOUT_TABLE
+    small, large = grid("table3").about, grid("xl").about
+    embeddings, corpora = (word(len(small.axes[name])) for name in ("embedding", "corpus"))
+    (table,), seeds = tables_of(head("table3"))[:1], word(len(small.seeds))
+    told = f"Table {table}: {embeddings} embeddings, {corpora} corpora, {seeds} seeds, {SMALL} |"
+    says("experiments", told)
+    (table,), embeddings = tables_of(head("xl"))[:1], word(len(large.axes["embedding"]))
+    told = f"Table {table}: {embeddings} embeddings at {LARGE}, {word(large.processes)} GPUs for"
+    says("experiments", told)
     *first, last = (tables_of(head(name))[0] for name in ("table3", "table5", "table6", "xl"))
-    assert f"the paper's Tables {', '.join(first)} and {last} ({LARGE})" in one_line(PAGE)
-    assert f"a grid: Table {tables_of(head('released'))[0]} from released" in one_line(PAGE)
+    says(README, f"the paper's Tables {', '.join(first)} and {last} ({LARGE})")
+    says(README, f"a grid: Table {tables_of(head('released'))[0]} from released")
 
 
 def test_the_lengths_of_the_paper():
     tables = json.loads((CONFIGS / "paper/tables.json").read_text())["tables"]
     short, long = sorted(int(x[6:]) for x in tables if re.fullmatch(r"small-\d+", x))
-    assert f"train at length {short}, or at {long:,} with" in one_line(GUIDE)
+    says("experiments", f"train at length {short}, or at {long:,} with")
     sizes = set()
     for name in ("table3", "xl", "table5", "table6", "released"):
-        grid = read_grid(CONFIGS / f"paper/{name}.yml")
-        longest = max(grid.about.lengths)
-        (tokens,) = (x for x in grid.cells[0].overrides if x.startswith("eval_tokens="))
+        longest = max(grid(name).about.lengths)
+        (tokens,) = (x for x in grid(name).cells[0].overrides if x.startswith("eval_tokens="))
         sizes.add(f"{int(tokens.partition('=')[2]) // longest} sequences of {longest:,} tokens")
     (told,) = sizes
-    assert f"each length on the same text: {told}." in one_line(GUIDE)
+    says("experiments", f"each length on the same text: {told}.")
     published = load_config(
         [CONFIGS / each for each in (*PAPER, "paper/eval.yml")], ["data_path=x"]
     )
     count = published.training.eval_iters * published.batch.train_batch_size
-    assert f"measure {count} sequences of each length, like the paper" in one_line(GUIDE)
-    guide = one_line(ROOT / "docs/evaluation.md")
-    assert f"limits each length to {count} sequences, as in the paper" in guide
+    says("experiments", f"measure {count} sequences of each length, like the paper")
+    says("evaluation", f"limits each length to {count} sequences, as in the paper")
