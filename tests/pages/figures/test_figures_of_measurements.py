@@ -35,6 +35,7 @@ from tests.pages.figures.held import (
     LAB,
     QUICKSTART,
     RESULTS,
+    and_list,
     assert_rounded,
     first_command,
     grid,
@@ -198,3 +199,10 @@ def test_the_results():
     says("results", f"`kerple_log` / `alibi`, with a {level:.0%} interval")
     timed = json.loads((ROOT / "benchmarks/results/attention_cpu/attention.json").read_text())
     says("results", f"attention at {timed['setting']['length']} positions, forward and backward")
+
+
+def test_the_measured_seeds_of_the_retrofits():
+    methods = yml("paper/retrofit.yml")["axes"]["method"]
+    found = pd.read_csv(ROOT / "docs/results/retrofit/retrofit.csv")
+    assert all({*rows.method} == {*methods, "window"} for _, rows in found.groupby("seed"))
+    says("lab/plan_retrofit", f"The seeds {and_list(sorted({*found.seed}))} are measured")
