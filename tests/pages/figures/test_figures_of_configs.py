@@ -8,7 +8,7 @@ import re
 from megatron.config import load_config
 from tests.helpers.paths import CONFIGS, ROOT
 from tests.model.published_sizes import BESIDE_EMBEDDINGS, GPT3, PYTHIA
-from tests.pages.figures.held import QUICKSTART, grid, rows, says, smallest, word
+from tests.pages.figures.held import QUICKSTART, and_list, grid, rows, says, smallest, word
 
 PAGE, GUIDE = CONFIGS / "README.md", ROOT / "docs" / "experiments.md"
 README, DEFAULTS = "../configs/README", "Defaults where the two code bases differ"
@@ -121,8 +121,8 @@ def test_the_grids_of_the_paper():
     (table,), embeddings = tables_of(head("xl"))[:1], word(len(large.axes["embedding"]))
     told = f"Table {table}: {embeddings} embeddings at {LARGE}, {word(large.processes)} GPUs for"
     says("experiments", told)
-    *first, last = (tables_of(head(name))[0] for name in ("table3", "table5", "table6", "xl"))
-    says(README, f"the paper's Tables {', '.join(first)} and {last} ({LARGE})")
+    tables = and_list(tables_of(head(name))[0] for name in ("table3", "table5", "table6", "xl"))
+    says(README, f"the paper's Tables {tables} ({LARGE})")
     says(README, f"a grid: Table {tables_of(head('released'))[0]} from released")
 
 
