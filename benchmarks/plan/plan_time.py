@@ -1,6 +1,7 @@
 """Compare the step time that `train.py --plan` estimates with the published speed of runs.
 
-    python benchmarks/plan/plan_time.py              # writes docs/lab/published_runs.md's tables
+    python benchmarks/plan/plan_time.py              # writes two files in docs/lab/tables
+    python docs/lab/lab_tables.py                    # puts them into docs/lab/published_runs.md
     python benchmarks/plan/plan_time.py --calibrate  # prints `Rates` that fit half of the runs
 
 The machine needs no GPU, and the command takes about 5 minutes. Each row of
@@ -16,9 +17,12 @@ import csv
 import math
 from collections.abc import Callable
 from dataclasses import fields, replace
+from datetime import date
 from pathlib import Path
 from statistics import fmean, median, quantiles
 from typing import Any
+
+import pandas as pd
 
 from megatron.config import Config, load_config
 from megatron.engine.gpus import gpu_named
@@ -28,13 +32,17 @@ from megatron.plan.step_time import CALIBRATED, Cluster, Rates, StepTime, step_t
 
 ROOT = Path(__file__).resolve().parents[2]
 RUNS = ROOT / "docs/lab/published_runs.csv"
-PAGE = RUNS.with_suffix(".md")
+PAGE, TABLES = RUNS.with_suffix(".md"), RUNS.parent / "tables"
 Row = dict[str, str]
 Planned = Callable[[Rates], StepTime]
 MISS = 0.35
 """Runs that miss by more count as this, so that a few very slow runs do not move the others."""
-MARK = "## The runs\n\n"
-"""The heading of the page under which this script writes."""
+GOAL = "Goal for held-out rows: median at most 15%, largest at most 35%."
+LAYOUT = {
+    "run": "run", "GPUs": "gpus", "kind": "gpu", "tensor": "tp", "stages": "pp", "data": "dp",
+    "ZeRO": "zero", "micro-batch": "micro_batch", "recomputed": "recompute",
+}  # fmt: skip
+"""Columns of the table, and of published_runs.csv."""
 FIT = [f.name for f in fields(Rates) if f.name != "interval"]
 
 
@@ -131,37 +139,43 @@ def errors(rows: list[tuple[Row, Planned]], split: str) -> list[float]:
     return [abs(time / seconds - 1) for seconds, time in own]
 
 
-def line_of(row: Row, plan: Planned) -> str:
-    """Return a run's line of the table."""
+def columns_of(row: Row, plan: Planned) -> Row:
+    """Return a run's row of the table."""
     time, seconds, (low, high) = plan(CALIBRATED), measured(row), CALIBRATED.interval
     total = time.total
-    shares = (f"{100 * x / total:.0f}" for x in (time.compute, time.bubble, time.exposed))
-    cells = [row["run"], row["gpus"], row["gpu"], row["tp"], row["pp"], row["dp"], row["zero"]]
-    cells += [row["micro_batch"], row["recompute"], f"{seconds:.3g}", f"{total:.3g}"]
-    cells += [f"{low * total:.3g} to {high * total:.3g}", f"{100 * (total / seconds - 1):+.0f}%"]
-    return "| " + " | ".join([*cells, *shares, row["split"]]) + " |"
+    shares = {"compute": time.compute, "bubble": time.bubble, "exposed": time.exposed}
+    return {
+        **{title: row[column] for title, column in LAYOUT.items()},
+        "published s": f"{seconds:.3g}",
+        "planned s": f"{total:.3g}",
+        "interval": f"{low * total:.3g} to {high * total:.3g}",
+        "error": f"{100 * (total / seconds - 1):+.0f}%",
+        **{title: f"{100 * share / total:.0f}" for title, share in shares.items()},
+        "rows": row["split"],
+    }
 
 
-def page(rows: list[tuple[Row, Planned]]) -> str:
-    """Return the page with all runs. What stands above `MARK` stays."""
+def summary(rows: list[tuple[Row, Planned]]) -> list[Row]:
+    """Return a row of errors for each split."""
     low, high = CALIBRATED.interval
-    lines = ["| rows | runs | median error | largest error | within the interval |"]
-    lines += ["|---|---:|---:|---:|---:|"]
+    lines = []
     for split in ("calibration", "held-out"):
         found = errors(rows, split)
         ratios = [measured(r) / p(CALIBRATED).total for r, p in rows if r["split"] == split]
-        inside = sum(low <= ratio <= high for ratio in ratios)
-        lines += [f"| {split} | {len(found)} | {median(found):.1%} | {max(found):.1%} | {inside} |"]
-    lines += ["", "Goal for held-out rows: median at most 15%, largest at most 35%.", ""]
-    lines += [
-        "Seconds of a step. Compute, bubble and exposed communication are % of the planned time.",
-        "",
-        "| run | GPUs | kind | tensor | stages | data | ZeRO | micro-batch | recomputed | "
-        "published s | planned s | interval | error | compute | bubble | exposed | rows |",
-        "|---|---:|---|---:|---:|---:|---:|---:|---|---:|---:|---|---:|---:|---:|---:|---|",
-        *(line_of(*each) for each in rows),
-    ]
-    return PAGE.read_text().partition(MARK)[0] + MARK + "\n".join(lines) + "\n"
+        lines.append({
+            "rows": split,
+            "runs": str(len(found)),
+            "median error": f"{median(found):.1%}",
+            "largest error": f"{max(found):.1%}",
+            "within the interval": str(sum(low <= ratio <= high for ratio in ratios)),
+        })  # fmt: skip
+    return lines
+
+
+def write(name: str, first: str, rows: list[Row]) -> None:
+    """Write a table of the page, after a first line that the page must have."""
+    text = pd.DataFrame(rows).to_csv(index=False)
+    write_text(TABLES / f"{name}.csv", f"# {first}\n{text}")
 
 
 def main() -> None:
@@ -172,7 +186,8 @@ def main() -> None:
     if args.calibrate:
         print(calibrated(rows))
     else:
-        write_text(PAGE, page(rows))
+        write("planned_runs", f"planned on {date.today()}", [columns_of(*each) for each in rows])
+        write("planned_errors", GOAL, summary(rows))
 
 
 if __name__ == "__main__":

@@ -52,7 +52,7 @@ def test_attention_on_a_cpu():
     one, two, three = (
         f"{float(x) - second:.2f} at {each['batch']}" for x, each in zip(time, blocked, strict=True)
     )
-    assert f"missed at every batch size, by {one}, {two} and {three}" in found[""]
+    assert f"missed at every batch size, by {one}, {two} and {three}" in found["evidence"]
     memories = row("On a CPU", "its peak memory")
     assert memories["stands"] == ", ".join(memory)
     assert max(map(float, memory)) <= limits(memories["goal"])[0]
@@ -93,7 +93,7 @@ def test_the_training_step():
     (earlier,) = re.findall(r"project / published, .*? \| ([\d.]+) \|", report_of("train_step"))
     assert before == float(earlier)
     said = f"missed by {now - ratio:.2f}, and the earlier goal by {before - ratio:.2f}."
-    assert said in published[""]
+    assert said in published["evidence"]
     share = f"{first['project']['share_of_matmul']:.0%} at width 128"
     assert share in stands("On a CPU", "a step's share of the rate")
     speed = {name: each["tokens_per_second"] for name, each in other.items()}
@@ -210,7 +210,7 @@ def test_kernels_that_are_counted():
     )
     assert special["stands"] == ", ".join(f"{x:.2f}" for x in log) and key <= 0
     said = f"misses it by {forward:.2f}, the query pass by {query:.2f}"
-    assert said in special[""]
+    assert said in special["evidence"]
     (version,) = set(found.triton)
     spilled = f"of {(found.target == 'sm_100').sum()} variants spilled"
     says("lab/performance", f"compile_kernels.py`, for Triton {version}.", spilled)
@@ -220,7 +220,7 @@ def test_kernels_that_are_counted():
     assert f"which misses the goal by {goal:.2f}; " in time["stands"]
     lost = row(name, "rows of dq off")
     goal, (low, high) = limits(lost["goal"].split(":")[1]), limits(lost["stands"])[:2]
-    assert f"{low - goal[0]:g} to {high - goal[1]:g} rows too many" in lost[""]
+    assert f"{low - goal[0]:g} to {high - goal[1]:g} rows too many" in lost["evidence"]
     allowed = re.findall(r'3e-5 if case.dtype == "fp32" else (\S+)', code("tests/ptx/verify.py"))
     assert stands(name, "error of theta's gradient").startswith(f"≤ {allowed[0]}, held by")
 
@@ -245,7 +245,7 @@ def test_the_time_of_a_launch():
     limit = [*goals.values()]
     assert cells["goal"] == "; ".join(f"≤ {x} µs" for x in limit)
     missed = f"the goals are missed by {int(g) - limit[0]} and {int(h) - limit[1]} µs"
-    assert cells[""].endswith(missed)
+    assert cells["evidence"].endswith(missed)
     assert row("On a GPU", "host time of a call", "| what")["goal"] == cells["goal"]
 
 
