@@ -119,13 +119,13 @@ def reports(main: "Callable[..., int]") -> "Callable[..., int]":
     If `main` raises an OSError or a UserError, the decorated function prints `error: MESSAGE` and
     returns exit code 1.
     """
-    from megatron.errors import UserError
+    from megatron.errors import USER_ERRORS
 
     @wraps(main)
     def reporting(*args: object, **kwargs: object) -> int:
         try:
             return main(*args, **kwargs)
-        except (OSError, UserError) as error:
+        except USER_ERRORS as error:
             if isinstance(error, BrokenPipeError):
                 raise  # to `run`, which handles it
             print(f"error: {error}", file=sys.stderr)

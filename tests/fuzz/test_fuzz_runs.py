@@ -27,9 +27,9 @@ from megatron.config import load_config
 from megatron.engine.checkpoint.choose_start import choose_start
 from megatron.engine.checkpoint.exchange import export_checkpoint
 from megatron.engine.job import lease
-from megatron.engine.job.error_messages import USER_ERRORS
 from megatron.engine.open_run import open_run
 from megatron.engine.run_log.log import RunLog
+from megatron.errors import USER_ERRORS
 from megatron.files import replace_table
 from megatron.parallel.groups import build_groups
 from megatron.run_folder import RunFolder

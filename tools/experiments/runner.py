@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import IO, Any
 
 from megatron.cpu_settings import waiting_of_children
-from megatron.errors import UserError
+from megatron.errors import USER_ERRORS
 from megatron.files import without_waiting
 from megatron.readable_numbers import clock
 from megatron.run_folder import RunFolder
@@ -144,7 +144,7 @@ class Runner:
                 self._work += 1 - self._running[-1].before
             except CheckpointError as error:
                 self._leave(cell, str(error))
-            except (UserError, OSError) as error:
+            except USER_ERRORS as error:
                 self._fail(cell, str(error))
         self._changed()
 

@@ -12,10 +12,7 @@ from megatron.ending import is_member
 from megatron.engine.errors import FailedElsewhereError
 from megatron.engine.job import failure
 from megatron.entry import NOBODY_READS, output_has_no_reader
-from megatron.errors import UserError
-
-# An OSError is, for example, a full disk or a missing permission. Its message names the path.
-USER_ERRORS = (UserError, OSError)
+from megatron.errors import USER_ERRORS
 
 
 @contextmanager
