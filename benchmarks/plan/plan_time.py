@@ -17,7 +17,6 @@ import csv
 import math
 from collections.abc import Callable
 from dataclasses import fields, replace
-from datetime import date
 from pathlib import Path
 from statistics import fmean, median, quantiles
 from typing import Any
@@ -37,7 +36,6 @@ Row = dict[str, str]
 Planned = Callable[[Rates], StepTime]
 MISS = 0.35
 """Runs that miss by more count as this, so that a few very slow runs do not move the others."""
-GOAL = "Goal for held-out rows: median at most 15%, largest at most 35%."
 LAYOUT = {
     "run": "run", "GPUs": "gpus", "kind": "gpu", "tensor": "tp", "stages": "pp", "data": "dp",
     "ZeRO": "zero", "micro-batch": "micro_batch", "recomputed": "recompute",
@@ -172,12 +170,6 @@ def summary(rows: list[tuple[Row, Planned]]) -> list[Row]:
     return lines
 
 
-def write(name: str, first: str, rows: list[Row]) -> None:
-    """Write a table of the page, after a first line that the page must have."""
-    text = pd.DataFrame(rows).to_csv(index=False)
-    write_text(TABLES / f"{name}.csv", f"# {first}\n{text}")
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description="How exact is the plan of a step's time?")
     parser.add_argument("--calibrate", action="store_true", help="print rates that fit")
@@ -186,8 +178,9 @@ def main() -> None:
     if args.calibrate:
         print(calibrated(rows))
     else:
-        write("planned_runs", f"planned on {date.today()}", [columns_of(*each) for each in rows])
-        write("planned_errors", GOAL, summary(rows))
+        planned_runs = [columns_of(*each) for each in rows]
+        write_text(TABLES / "planned_runs.csv", pd.DataFrame(planned_runs).to_csv(index=False))
+        write_text(TABLES / "planned_errors.csv", pd.DataFrame(summary(rows)).to_csv(index=False))
 
 
 if __name__ == "__main__":

@@ -34,9 +34,7 @@ def test_each_run_is_a_config_with_its_layout(run):
 @pytest.mark.parametrize("run", SMALL)
 def test_the_table_has_what_is_planned_today(run):
     row = RUNS[run]
-    table = pd.read_csv(TABLES / "planned_runs.csv", dtype=str, comment="#").set_index(
-        "run", drop=False
-    )
+    table = pd.read_csv(TABLES / "planned_runs.csv", dtype=str).set_index("run", drop=False)
     assert table.loc[run].to_dict() == columns_of(row, planned(row))
 
 
