@@ -6,6 +6,9 @@ Both models have random weights, and the same layers, width, heads and vocabular
 same random prompt greedily: this project as `generate.py` does, transformers by `generate`. They
 take turns, each with one thread. The times are CPU seconds of the process, from the first new token
 to the last, so a busy machine changes them little. The table has the smallest of the rounds.
+
+The last row is the time of the products of one vector with all of GPTNeoX's matrices: no program
+that reads each weight of a token in fp32 can be faster than this.
 """
 
 from __future__ import annotations
@@ -76,6 +79,18 @@ def seconds_of_ours(model: GPT, ids: list[int], tokens: int) -> float:
     return speed.seconds / speed.tokens
 
 
+def seconds_of_products(model: GPTNeoXForCausalLM, tokens: int) -> float:
+    """Return the CPU seconds of a token's products with the model's matrices, and nothing else."""
+    weights = [each.weight for each in model.modules() if isinstance(each, torch.nn.Linear)]
+    vectors = {weight.shape[1]: torch.randn(1, weight.shape[1]) for weight in weights}
+    with torch.inference_mode():
+        began = time.process_time()
+        for _ in range(tokens):
+            for weight in weights:
+                torch.nn.functional.linear(vectors[weight.shape[1]], weight)
+        return (time.process_time() - began) / tokens
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description="Tokens per second beside GPTNeoX")
     parser.add_argument("--layers", type=int, default=12)
@@ -88,11 +103,13 @@ def main() -> None:
     ids = torch.randint(VOCABULARY, (PROMPT,)).tolist()
     neox = theirs(args.layers, args.width)
     models = {name: ours(args.layers, args.width, name) for name in ("rotary", "kerple_log")}
-    found: dict[str, list[float]] = {name: [] for name in ("transformers' GPTNeoX", *models)}
+    names = ("transformers' GPTNeoX", *models, "the products alone")
+    found: dict[str, list[float]] = {name: [] for name in names}
     for _ in range(ROUNDS):
         found["transformers' GPTNeoX"].append(seconds_of_theirs(neox, ids, args.tokens))
         for name, model in models.items():
             found[name].append(seconds_of_ours(model, ids, args.tokens))
+        found["the products alone"].append(seconds_of_products(neox, args.tokens))
     best = {name: min(values) for name, values in found.items()}
     yardstick = best["transformers' GPTNeoX"]
     shape = f"{args.layers} layers, width {args.width}, vocabulary {VOCABULARY:,}, one thread, "

@@ -85,6 +85,12 @@ def test_the_other_figures_of_readme():
     attention, data, _ = (row["result"] for row in rows(ROOT / "docs" / "results.md", "Speed"))
     assert f"[{attention.split()[0]} of the time]" in text
     assert f"[{float(data.split()[0]):.0f} times as fast]" in text
+    others = pd.read_csv(ROOT / "docs" / "lab" / "published_runs.csv").set_index("run")
+    assert f"[20B parameters on {others.gpus['GPT-NeoX-20B']} GPUs]" in text
+    title = (ROOT / "docs" / "your_model.md").read_text().partition("\n")[0].removeprefix("# ")
+    (licence,) = re.findall(r"^ +Version ([\d.]+),", (ROOT / "LICENSE").read_text(), re.M)
+    assert f"[{title}](docs/your_model.md)" in text and f"Apache License {licence}," in text
+    says("../CONTRIBUTING", f"under the [Apache License {licence}](LICENSE), section 5.")
 
 
 def test_the_summary_of_the_length_tasks():

@@ -35,7 +35,7 @@ def test_every_file_fills_one_table():
 
 @pytest.mark.parametrize(("page", "text"), CONDITIONS)
 def test_a_page_has_the_conditions_of_its_tables(page, text):
-    says(f"lab/{page}", text)
+    says(page, text)
 
 
 def test_the_script_fills_tables_and_leaves_all_else(tables, tmp_path, monkeypatch):
