@@ -11,7 +11,6 @@ softmax includes the ids that pad the vocabulary.
 Legend: B texts, T positions, V vocabulary.
 """
 
-import sys
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -21,7 +20,6 @@ from lm_eval.api.model import TemplateLM
 from lm_eval.models.utils import normalize_gen_kwargs
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
-from megatron.config import Config
 from megatron.data.errors import DataError
 from megatron.data.tokenizers.base import Tokenizer
 from megatron.engine.errors import DivergedError
@@ -247,15 +245,3 @@ def sampling_of(options: dict[str, Any]) -> Sampling:
         )
     temperature = options.get("temperature", 1.0) if options["do_sample"] else 0.0
     return Sampling(float(temperature), options.get("top_k") or None, options.get("top_p") or 1.0)
-
-
-def longest_context(model: GPT, config: Config) -> int:
-    """Return the maximum number of tokens in the model's input."""
-    # For rotary embeddings and position vectors, the result is `max_position_embeddings`, as in
-    # GPT-NeoX. Positional embeddings that extrapolate to longer texts have no limit.
-    table = model.embedding.position_embeddings
-    if table is not None:
-        return table.num_embeddings - model.embedding.offset
-    if model.pos.has("rotary") or model.pos.has("input"):
-        return config.model.max_position_embeddings
-    return sys.maxsize

@@ -15,7 +15,7 @@ from megatron.data.errors import DataError
 from megatron.engine.job.job_or_alone import job_or_alone
 from megatron.engine.open_run import open_run
 from megatron.files import write_text
-from megatron.harness.model import RunModel, longest_context
+from megatron.harness.model import RunModel
 
 
 def score(
@@ -34,7 +34,7 @@ def score(
         tasks: Names of tasks, groups or tags, patterns such as `lambada*`, or paths of YAML files.
         include_path: A folder with the YAML files of more tasks, or None.
         max_length: The maximum number of tokens in the model's input. None means the model's own
-            maximum (`longest_context`).
+            maximum (`GPT.longest_text`).
         batch_size: The number of texts in a forward pass.
         seed: The seed of the few-shot examples and of generated texts.
         write: The JSON file for the results, or None.
@@ -51,7 +51,7 @@ def score(
         groups = groups.divided(model_size=groups.world_size)
         manager, found = find_tasks(tasks, include_path)
         run = open_run(load, config, groups)
-        limit = max_length or longest_context(run.model, config)
+        limit = max_length or run.model.longest_text or sys.maxsize
         run.model.embedding.require_positions(limit)
         shown = None if limit == sys.maxsize else limit
         precision = config.training.precision

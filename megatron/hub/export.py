@@ -95,8 +95,7 @@ def export(run: OpenRun, folder: Path, licence: str = "unknown") -> list[str]:
     hub = _hub_model(run)
     _write(hub, run, folder)
     write_tokenizer(run.tokenizer, folder)
-    longest = _longest(run)
-    card = model_card(run, own_class=bool(hub.code), longest=longest, licence=licence)
+    card = model_card(run, own_class=bool(hub.code), licence=licence)
     (folder / "README.md").write_text(card, encoding="utf-8")
     difference = _compare(folder, run, remote_code=bool(hub.code))
     code = f"with its code in {CODE}.py" if hub.code else "without code"
@@ -140,14 +139,6 @@ def _own_class(run: OpenRun) -> HubModel:
     return HubModel(about | _common(run), weights, bundle(terms))
 
 
-def _longest(run: OpenRun) -> int | None:
-    """Return the maximum number of tokens in a text, or None if any number is allowed."""
-    embedding, pos = run.model.embedding, run.model.pos
-    if (table := embedding.position_embeddings) is not None:
-        return table.num_embeddings - embedding.offset
-    return run.config.model.max_position_embeddings if pos.has("rotary") else None
-
-
 def _theta(model: GPT) -> Tensor:
     """Return the parameters of the positional embedding, [heads, parameters], in fp32 or wider."""
     no_tokens_BT = torch.zeros(1, 0, dtype=torch.int64)
@@ -176,7 +167,7 @@ def _values(config: Config, model: GPT) -> dict[str, Any]:
     m, shape, block, documents = config.model, model.shape, model.shape.block, model.documents
     inside = block.norm == "rmsnorm" and block.fused_norm
     options = {name: positional_options(m, name) for name in values_of(m.pos_emb)}
-    limited = model.embedding.position_embeddings is not None or model.pos.has("rotary")
+    limited = model.longest_text is not None
     windows = m.sliding_window_width
     return {name: getattr(block, name) for name in _SAME} | {
         "num_hidden_layers": shape.num_layers,

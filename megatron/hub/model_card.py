@@ -15,13 +15,12 @@ _MOST_BYTES = 1 << 24
 _TEMPLATE = Path(__file__).with_name("model_card.md.j2")
 
 
-def model_card(run: OpenRun, *, own_class: bool, longest: int | None, licence: str) -> str:
+def model_card(run: OpenRun, *, own_class: bool, licence: str) -> str:
     """Return the text of the model card, the file README.md.
 
     Args:
         run: The run whose model is exported.
         own_class: Whether the export contains a Python file with the model's class.
-        longest: The maximum number of tokens in a text, or None if there is no limit.
         licence: The name of the licence on the Hugging Face hub, such as `apache-2.0`.
     """
     saved: Any = run.saved  # None for a model that was never saved
@@ -37,7 +36,7 @@ def model_card(run: OpenRun, *, own_class: bool, longest: int | None, licence: s
         results=results,
         verdict=verdict,
         own_class=own_class,
-        longest=longest,
+        longest=run.model.longest_text,
         licence=licence,
     )
 

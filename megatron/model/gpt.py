@@ -91,6 +91,16 @@ class GPT(nn.Module):
             )
         return all_gather(result, self.cp, 1)[:, :length]
 
+    @property
+    def longest_text(self) -> int | None:
+        """The maximum number of tokens in a text, or None if there is no limit."""
+        # For rotary embeddings and sinusoidal vectors, it is `max_position_embeddings`, as in
+        # GPT-NeoX. Positional embeddings that extrapolate to longer texts have no limit.
+        if self.embedding.position_embeddings is not None:
+            return self.shape.max_positions - self.embedding.offset
+        limited = self.pos.has("rotary") or self.pos.has("input")
+        return self.shape.max_positions if limited else None
+
     def new_cache(self, lengths_B: torch.Tensor) -> list[LayerCache]:
         """Return an empty cache for each layer, for prompts of `lengths_B` tokens."""
         padding_B = lengths_B.max() - lengths_B

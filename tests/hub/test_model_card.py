@@ -68,10 +68,11 @@ def test_the_code_of_the_card_runs(exported, capsys):
 
 
 def test_cards_of_other_models(tmp_path):
-    for pos_emb, part in (
-        ("rotary", "It reads at most 40 tokens."),
-        ("learned", "It reads at most 40 tokens."),
-        ("alibi + sink", "# A GPT with alibi and sink\n"),
+    for pos_emb, part, longest in (
+        ("rotary", "It reads at most 40 tokens.", None),  # in a class of transformers
+        ("learned", "It reads at most 40 tokens.", None),
+        ("sinusoidal", "It reads at most 40 tokens.", 40),
+        ("alibi + sink", "# A GPT with alibi and sink\n", UNLIMITED),
     ):
         folder = tmp_path / pos_emb
         folder.mkdir()
@@ -81,9 +82,10 @@ def test_cards_of_other_models(tmp_path):
         text = (folder / "README.md").read_text()
         assert part in text and "license: unknown\n" in text and "recipe" not in text
         own = (folder / "modeling_kerple.py").exists()
-        assert (
-            ("trust_remote_code=True" in text) == own == ("sink" in pos_emb)
-        )  # else transformers' classes
+        assert ("trust_remote_code=True" in text) == own == (longest is not None)
+        if own:
+            config = json.loads((folder / "config.json").read_text())
+            assert config["max_position_embeddings"] == longest
 
 
 @torch.no_grad()
