@@ -33,7 +33,6 @@ from tests.helpers.paths import ROOT
 from tests.pages.figures.held import constant, says, scientific, smallest, word
 from tests.parity import model_cases, training_cases
 from tools import lm_eval
-from tools.experiments import grid
 from tools.experiments.description import Description
 
 DEFAULTS, MUON = smallest(), smallest("optimizer.type=muon").optimizer
@@ -79,7 +78,6 @@ CONSTANTS = [
     ("evaluation", "more than {:.0%} of their attention", heads.COLLAPSED),
     ("experiments", "train one cell; {} by default", Description.model_fields["processes"].default),
     ("experiments", "level; {} by default", Description.model_fields["alpha"].default),
-    ("experiments", "at most {:,} cells", grid.MOST_CELLS),
     ("generation", "At most {} MiB", generate.MOST_BYTES >> 20),
     ("generation", "{:,} characters per line", generate.MOST_CHARACTERS),
     ("gpu", "errors of {} variants of", len(measurements.CASES)),
