@@ -19,8 +19,9 @@ from tests.helpers.sources import COMMANDS
 def run_tool(folder: Path, *words: str) -> tuple[int, str]:
     """Run `python -m WORDS` in a folder; return its exit code and what it printed."""
     command = [sys.executable, "-m", *words]
-    # basedpyright runs in Node. With more room for young objects, Node collects garbage less often.
-    options = f"{os.environ.get('NODE_OPTIONS', '')} --max-semi-space-size=64"
+    # basedpyright runs in Node. With more room for objects, Node collects garbage less often.
+    room = "--max-semi-space-size=256 --max-old-space-size=8192"
+    options = f"{os.environ.get('NODE_OPTIONS', '')} {room}"
     environ = os.environ | {"NODE_OPTIONS": options.strip()}
     done = subprocess.run(command, cwd=folder, capture_output=True, text=True, env=environ)
     return done.returncode, done.stdout + done.stderr
