@@ -184,6 +184,7 @@ def _script(script: str, rest: list[str]) -> None:
         return
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sys, "argv", [script, *rest])
+        patch.syspath_prepend(Path(script).parent)  # one script of docs/lab imports another
         try:
             runpy.run_path(script, run_name="__main__")
         except Parsed as parsed:
