@@ -9,7 +9,7 @@ contains the model's code, modeling_kerple.py. In any environment with torch and
 lines load the model and its tokenizer:
 
     AutoModelForCausalLM.from_pretrained(DIR, trust_remote_code=True)
-    AutoTokenizer.from_pretrained(DIR)
+    AutoTokenizer.from_pretrained(DIR, trust_remote_code=True)
 
 Before DIR appears, the tool loads the export in this way, and compares its logits and token ids
 with those of this project. See docs/huggingface.md.

@@ -18,7 +18,10 @@ def _start_values(value: Any) -> dict[str, float | tuple[float, ...]]:
 
     It maps the name of each parameter to one number, or to a list with one number per head.
     """
-    write = "e.g. {bias_p: 1.0, bias_a: [0.1, 0.2]}, with one number per head"
+    write = (
+        "e.g. {bias_p: 1.0, bias_a: [0.1, 0.2]}, with one number per head; "
+        "in a sum of embeddings, e.g. {kerple_log.bias_p: 1.0}"
+    )
     if not isinstance(value, Mapping):
         raise wrong("a mapping from parameters to numbers", value, write)
     checked = {}

@@ -6,6 +6,7 @@ import inspect
 from pathlib import Path
 from typing import Any
 
+from megatron.engine.checkpoint.saved_checkpoints import Saved
 from megatron.engine.open_run import OpenRun
 from megatron.files import parse_json, read_small
 from megatron.run_folder import RunFolder
@@ -24,7 +25,7 @@ def model_card(run: OpenRun, *, own_class: bool, licence: str) -> str:
         licence: The name of the licence on the Hugging Face hub, such as `apache-2.0`.
     """
     saved: Any = run.saved  # None for a model that was never saved
-    results, verdict = _results(RunFolder(Path(saved.path).parent)) if saved else ([], [])
+    results, verdict = _results(saved) if saved else ([], [])
     return render(
         _TEMPLATE,
         {"formula": _formula, "number": "{:,}".format},
@@ -60,15 +61,19 @@ def _recipe(run: OpenRun) -> dict[str, Any]:
     return keys | {name: flat.get(name) for name in names}
 
 
-def _results(run: RunFolder) -> tuple[list[list[str]], list[str]]:
-    """Return (rows of `extrapolation.csv`, verdict of the evaluation suite).
+def _results(saved: Saved) -> tuple[list[list[str]], list[str]]:
+    """Return (rows of the run's `extrapolation.csv`, verdict of the evaluation suite).
 
-    If the file is missing, the rows are []. If the verdict is missing, it is [].
+    If the file is missing, or measured another step than that of `saved`, the rows are []. If the
+    verdict is missing, it is [].
     """
+    run = RunFolder(Path(saved.path).parent)
     rows, verdict, report = [], [], run.suite / "report.json"
     if run.extrapolation.is_file():
         lines = read_small(run.extrapolation, _MOST_BYTES).decode().splitlines()
-        rows = [line.split(",") for line in lines]
+        header, *found = (line.split(",") for line in lines)
+        steps = {row[header.index("step")] for row in found if "step" in header}
+        rows = [header, *found] if steps <= {str(saved.step)} else []
     if report.is_file():
         verdict = parse_json(read_small(report, _MOST_BYTES)).get("verdict", [])
     return rows, verdict

@@ -50,3 +50,8 @@ def test_a_stopped_branch_resumes_by_the_same_command(tmp_path):
     assert (
         f"load: {run / 'global_step1'} holds no checkpoint" in text and "leave `load` out" in text
     )
+    (tmp_path / "hub").mkdir()
+    (tmp_path / "hub" / "config.json").write_text("{}")
+    foreign = ["-o", f"load={tmp_path / 'hub'}", *gone[2:]]
+    text = call("train.py", config, *foreign, code=1)
+    assert "tools/import_hf.py imports a model of transformers" in text

@@ -66,6 +66,7 @@ WRONG = [
     ({"theta_init": {"bias_a": [1, 1]}}, "2 numbers for bias_a, but num_attention_heads is 4"),
     ({"theta_init": {"bias_a": "1"}}, "expected numbers for bias_a, got the text '1'; write e.g."),
     ({"theta_init": {"bias_a": []}}, "expected numbers for bias_a, got []; write e.g."),
+    ({"theta_init": {"a": {"b": 1}}}, "in a sum of embeddings, e.g. {kerple_log.bias_p: 1.0}"),
     ({"theta_init": 1.0}, "expected a mapping from parameters to numbers, got 1.0; write e.g."),
     ({"theta_frozen": ["bias"]}, "theta_frozen: pos_emb kerple_log has no parameter 'bias'; did"),
     ({"theta_frozen": 1}, "expected true, false or a list of parameters, got 1; write e.g. true"),

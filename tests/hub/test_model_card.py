@@ -17,6 +17,7 @@ from megatron.engine.checkpoint.saved_checkpoints import newest
 from megatron.engine.open_run import open_run
 from megatron.hub.export import UNLIMITED, export
 from megatron.hub.importing import import_folder
+from megatron.hub.model_card import model_card
 from megatron.parallel.groups import build_groups
 from tests.helpers.paths import FIXTURES
 from tests.hub.test_export_hf import run_of
@@ -61,6 +62,14 @@ def test_the_card_has_what_the_run_knows(run, exported):
         assert part in text, part
 
 
+def test_the_card_leaves_out_results_of_another_step(run):
+    table = run.saved.folder / "extrapolation.csv"
+    for step, shown in ((run.saved.step, True), (run.saved.step + 1, False)):
+        table.write_text(f"length,step\n16,{step}\n")
+        card = model_card(run, own_class=True, licence="mit")
+        assert ("## Perplexity by length" in card) == shown
+
+
 def test_the_code_of_the_card_runs(exported, capsys):
     [code] = re.findall(r"```python\n(.*?)```", (exported / "README.md").read_text(), re.DOTALL)
     exec(code.replace("max_new_tokens=100", "max_new_tokens=3"), {"DIR": exported})
@@ -82,7 +91,8 @@ def test_cards_of_other_models(tmp_path):
         text = (folder / "README.md").read_text()
         assert part in text and "license: unknown\n" in text and "recipe" not in text
         own = (folder / "modeling_kerple.py").exists()
-        assert ("trust_remote_code=True" in text) == own == (longest is not None)
+        assert text.count("trust_remote_code=True") == 2 * own  # the model's and the tokenizer's
+        assert own == (longest is not None)
         if own:
             config = json.loads((folder / "config.json").read_text())
             assert config["max_position_embeddings"] == longest

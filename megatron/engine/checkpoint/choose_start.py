@@ -153,9 +153,11 @@ def _decide(
                 "but evaluate one; name the folder that holds `latest`"
             )
         if not continues:
+            way = "name a run folder or its global_stepN, or leave `load` out to start from step 0"
+            if (load / "config.json").is_file():
+                way = "tools/import_hf.py imports a model of transformers"
             raise CheckpointError(
-                f"load: {load} holds no checkpoint, and only the folder `save` may be empty; name "
-                "a run folder or its global_stepN, or leave `load` out to start from step 0"
+                f"load: {load} holds no checkpoint, and only the folder `save` may be empty; {way}"
             )
         return Start(fresh, f"starting fresh: {load} holds no checkpoint")
     if c.finetune:

@@ -33,7 +33,10 @@ Kind = Literal["ours", "imported", "published"]
 """The origin and layout of a checkpoint. "imported" means the weights of a published checkpoint, or
 of a model of transformers, in this project's layout. "published" means the published layout."""
 ADVICE = {
-    "model": "Use the config it was trained with, or another `load` and `save`",
+    "model": (
+        "Use the config it was trained with, or another `load` and `save`. New positions for a "
+        "trained model need `finetune: true` and another `save`"
+    ),
     "data": (
         "Restore those settings and the tokens it was trained on (`content` is their fingerprint) "
         "to continue its order of samples exactly, or set `finetune: true` and another `save` to "
