@@ -1,7 +1,7 @@
 """Compare the step time that `train.py --plan` estimates with the published speed of runs.
 
-    python benchmarks/plan/plan_time.py              # writes two files in docs/lab/tables
-    python docs/lab/lab_tables.py                    # puts them into docs/lab/published_runs.md
+    python benchmarks/plan/plan_time.py              # writes planned_{runs,errors}.csv
+    python docs/lab/lab_tables.py                    # writes them into docs/lab/published_runs.md
     python benchmarks/plan/plan_time.py --calibrate  # prints `Rates` that fit half of the runs
 
 The machine needs no GPU, and the command takes about 5 minutes. Each row of
@@ -40,7 +40,7 @@ LAYOUT = {
     "run": "run", "GPUs": "gpus", "kind": "gpu", "tensor": "tp", "stages": "pp", "data": "dp",
     "ZeRO": "zero", "micro-batch": "micro_batch", "recomputed": "recompute",
 }  # fmt: skip
-"""Columns of the table, and of published_runs.csv."""
+"""Maps columns of the table to columns of published_runs.csv."""
 FIT = [f.name for f in fields(Rates) if f.name != "interval"]
 
 

@@ -2,9 +2,9 @@
 
     python docs/lab/lab_tables.py
 
-The line `<!-- tables/NAME.csv -->` of a page stands above the table that NAME.csv fills. Cells are
-Markdown. conditions.csv has what the pages say outside their tables, such as machine and date, and
-sentences with figures that have no other file. A test compares the pages with all of these files.
+The table below the line `<!-- tables/NAME.csv -->` of a page comes from NAME.csv. The cells are
+Markdown. conditions.csv has what pages say outside such tables, for example machine and date. A
+test compares the pages with all of these files.
 """
 
 from __future__ import annotations
@@ -33,8 +33,9 @@ def table_of(name: str, shown: str) -> str:
     """Return the table of a file, with the alignment of the table that the page shows now."""
     with (LAB / name).open(newline="") as file:
         header, *rows = csv.reader(file)
-    lines = shown.splitlines()
-    alignment = lines[1] if lines else "|" + "---|" * len(header)
+    alignment = "".join(shown.splitlines()[1:2])
+    if alignment.count("|") != len(header) + 1:  # a new table, or other columns
+        alignment = "|" + "---|" * len(header)
     cells = ["| " + " | ".join(row) + " |" for row in (header, *rows)]
     return "\n".join([cells[0], alignment, *cells[1:]]) + "\n"
 

@@ -64,16 +64,17 @@ def _recipe(run: OpenRun) -> dict[str, Any]:
 def _results(saved: Saved) -> tuple[list[list[str]], list[str]]:
     """Return (rows of the run's `extrapolation.csv`, verdict of the evaluation suite).
 
-    If the file is missing, or measured another step than that of `saved`, the rows are []. If the
-    verdict is missing, it is [].
+    Each is [] if its file is missing, or measured another step than that of `saved`.
     """
     run = RunFolder(Path(saved.path).parent)
     rows, verdict, report = [], [], run.suite / "report.json"
     if run.extrapolation.is_file():
         lines = read_small(run.extrapolation, _MOST_BYTES).decode().splitlines()
-        header, *found = (line.split(",") for line in lines)
-        steps = {row[header.index("step")] for row in found if "step" in header}
-        rows = [header, *found] if steps <= {str(saved.step)} else []
+        table = [line.split(",") for line in lines]
+        steps = {dict(zip(table[0], row, strict=False)).get("step") for row in table[1:]}
+        rows = table if steps <= {str(saved.step), None} else []  # None: the table has no steps
     if report.is_file():
-        verdict = parse_json(read_small(report, _MOST_BYTES)).get("verdict", [])
+        content = parse_json(read_small(report, _MOST_BYTES))
+        if content.get("facts", {}).get("step", saved.step) == saved.step:
+            verdict = content.get("verdict", [])
     return rows, verdict

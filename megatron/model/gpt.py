@@ -93,9 +93,9 @@ class GPT(nn.Module):
 
     @property
     def longest_text(self) -> int | None:
-        """The maximum number of tokens in a text, or None if there is no limit."""
-        # For rotary embeddings and sinusoidal vectors, it is `max_position_embeddings`, as in
-        # GPT-NeoX. Positional embeddings that extrapolate to longer texts have no limit.
+        """The number of tokens to which the harness and exports' clients cut a text, or None."""
+        # Only a table of learned vectors is a real limit. For rotary embeddings and sinusoidal
+        # vectors, it is `max_position_embeddings`, as in GPT-NeoX.
         if self.embedding.position_embeddings is not None:
             return self.shape.max_positions - self.embedding.offset
         limited = self.pos.has("rotary") or self.pos.has("input")

@@ -63,11 +63,14 @@ def test_the_card_has_what_the_run_knows(run, exported):
 
 
 def test_the_card_leaves_out_results_of_another_step(run):
-    table = run.saved.folder / "extrapolation.csv"
+    table, report = (run.saved.folder / name for name in ("extrapolation.csv", "suite/report.json"))
     for step, shown in ((run.saved.step, True), (run.saved.step + 1, False)):
         table.write_text(f"length,step\n16,{step}\n")
+        report.write_text(json.dumps({"verdict": ["It is used."], "facts": {"step": step}}))
         card = model_card(run, own_class=True, licence="mit")
-        assert ("## Perplexity by length" in card) == shown
+        assert ("## Perplexity by length" in card) == ("It is used." in card) == shown
+    table.write_text("")
+    assert "## Perplexity" not in model_card(run, own_class=True, licence="mit")
 
 
 def test_the_code_of_the_card_runs(exported, capsys):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import importlib
 import re
 
@@ -30,11 +31,14 @@ def test_a_page_has_the_tables_of_its_files(tables, page):
 def test_every_file_fills_one_table():
     pages = "".join(page.read_text() for page in LAB.glob("*.md"))
     named = re.findall(r"<!-- tables/(\w+)\.csv -->\n\n\|", pages)
+    for path in (LAB / "tables").glob("*.csv"):
+        with path.open(newline="") as file:
+            assert len({len(row) for row in csv.reader(file)}) == 1, f"{path.name}: unequal rows"
     assert sorted(named) == sorted(path.stem for path in (LAB / "tables").glob("*.csv"))
 
 
 @pytest.mark.parametrize(("page", "text"), CONDITIONS)
-def test_a_page_has_the_conditions_of_its_tables(page, text):
+def test_a_page_says_its_conditions(page, text):
     says(page, text)
 
 
@@ -49,6 +53,8 @@ def test_the_script_fills_tables_and_leaves_all_else(tables, tmp_path, monkeypat
     page.write_text(start + mark + old + end)
     tables.main()
     assert page.read_text() == start + mark + new + end
-    page.write_text(start + mark + end)
-    tables.main()
-    assert page.read_text() == start + mark + new.replace("---:", "---") + end
+    wider = "| what | time | on |\n|---|---:|---|\n| old | 3 | a |\n"
+    for other in ("", wider):
+        page.write_text(start + mark + other + end)
+        tables.main()
+        assert page.read_text() == start + mark + new.replace("---:", "---") + end

@@ -128,7 +128,7 @@ def test_products_generation_and_exports():
         found["stands"] == f"{speed['rotary']} with rotary, {speed['kerple_log']} with kerple_log"
     )
     assert f"{prompt} tokens before" in found["what"]
-    assert f"would be {speed['the products alone']} times as fast" in found["evidence"]
+    assert f"would be {speed['the products alone, by torch']} times as fast" in found["evidence"]
     for report, start in (("generation_speed", "generated"), ("hub_forward", "export in")):
         (layers, width), *_ = re.findall(shape, (FOLDER / f"{report}.md").read_text())
         assert f"{layers} of width {width}" in row("On a CPU", start)["what"]
