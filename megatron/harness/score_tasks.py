@@ -51,12 +51,11 @@ def score(
         groups = groups.divided(model_size=groups.world_size)
         manager, found = find_tasks(tasks, include_path)
         run = open_run(load, config, groups)
-        limit = max_length or run.model.longest_text or sys.maxsize
-        run.model.embedding.require_positions(limit)
-        shown = None if limit == sys.maxsize else limit
+        limit = max_length or run.model.longest_text  # None: no limit
+        run.model.embedding.require_positions(limit or 0)
         precision = config.training.precision
-        info = {"checkpoint": str(run.saved.path), "precision": precision, "max_length": shown}
-        sizes = {"max_length": limit, "batch_size": batch_size, "seed": seed}
+        info = {"checkpoint": str(run.saved.path), "precision": precision, "max_length": limit}
+        sizes = {"max_length": limit or sys.maxsize, "batch_size": batch_size, "seed": seed}
         adapter = RunModel(run.model, run.tokenizer, groups.model, info=info, **sizes)
         if groups.is_main:
             print(run.said())

@@ -238,9 +238,7 @@ def _prompts(run: OpenRun) -> Tensor:
     """Return the token ids of two texts of equal length, int64 [2, length]."""
     # Words that are difficult to tokenise, and random tokens.
     length = min(2 * run.config.model.seq_length, _LONGEST)
-    embedding = run.model.embedding
-    if (table := embedding.position_embeddings) is not None:
-        length = min(length, table.num_embeddings - embedding.offset)
+    length = min(length, run.model.embedding.positions or length)
     words: list[int] = run.tokenizer.encode(" ".join(DIFFICULT_TEXTS)).tolist()
     words = (words * (length // len(words) + 1))[-length:]
     generator = named_generator(0, "export")

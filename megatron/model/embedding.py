@@ -82,20 +82,23 @@ class EmbeddingLayer(StoredTheta):
             table = copy_to(table, self.tp)  # sums the gradient: other ranks use other rows
         return F.embedding(rows, table)
 
+    @property
+    def positions(self) -> int | None:
+        """The number of positions with a learned vector, or None without such vectors."""
+        table = self.position_embeddings
+        return None if table is None else table.num_embeddings - self.offset
+
     def require_positions(self, length: int) -> None:
         """Check that a table of learned position vectors is long enough for `length` positions.
 
         Raises:
             PositionalError: The table has fewer rows.
         """
-        if self.position_embeddings is None:
-            return
-        available = self.position_embeddings.num_embeddings - self.offset
-        if length > available:
+        if self.positions is not None and length > self.positions:
             raise PositionalError(
-                f"pos_emb: {self.pos.name} has {available} positions, but a sequence of {length} "
-                "came in; raise max_position_embeddings or choose an embedding that extrapolates, "
-                "such as kerple_log"
+                f"pos_emb: {self.pos.name} has {self.positions} positions, but a sequence of "
+                f"{length} came in; raise max_position_embeddings or choose an embedding that "
+                "extrapolates, such as kerple_log"
             )
 
 

@@ -96,8 +96,8 @@ class GPT(nn.Module):
         """The number of tokens to which the harness and exports' clients cut a text, or None."""
         # Only a table of learned vectors is a real limit. For rotary embeddings and sinusoidal
         # vectors, it is `max_position_embeddings`, as in GPT-NeoX.
-        if self.embedding.position_embeddings is not None:
-            return self.shape.max_positions - self.embedding.offset
+        if self.embedding.positions is not None:
+            return self.embedding.positions
         limited = self.pos.has("rotary") or self.pos.has("input")
         return self.shape.max_positions if limited else None
 
