@@ -1,9 +1,15 @@
-"""Multiply by a weight matrix with the faster of torch's two libraries for a CPU.
+"""Multiply by a weight matrix with the faster of torch's libraries for a CPU.
 
 torch computes fp32 products on a CPU with MKL, and convolutions with oneDNN. On AMD processors, MKL
 does not use AVX-512. On such processors this module computes a product as a 1 x 1 convolution. This
-takes half the time (`benchmarks/host/linear_time.py`). In generation, x has few rows and needs no
-gradients. There, this module uses oneDNN's own matrix product. Both libraries compute in fp32.
+takes half the time (`benchmarks/host/linear_time.py`).
+
+In generation, x has few rows and needs no gradients. Reading the weights takes most of the time,
+and MKL's product of a vector and a matrix reads them at half of the memory's speed and in one
+thread. Its product of a batch of matrices reads them at full speed and in all threads. So this
+module splits the outputs into slices, and computes them as a batch
+(`benchmarks/host/generation_speed.py`). With more rows, oneDNN's own matrix product is faster. All
+of these compute in fp32.
 """
 
 from pathlib import Path
@@ -17,6 +23,9 @@ from megatron.numerics import WIDE, Numerics
 IMAGES, HEIGHT = 16, 2
 """The shape of the images in each convolution. With fewer images and one thread, torch would use
 MKL. With a height of 1, a compiled step would lose track of the memory format."""
+
+FEW, SLICES = 4, 8
+"""Without gradients, up to FEW rows are multiplied in SLICES slices of the outputs."""
 
 
 def linear(
@@ -34,6 +43,8 @@ def linear(
     slow = PREFERS_ONEDNN and x.dtype == torch.float32 and x.device.type == "cpu"
     width = rows // (IMAGES * HEIGHT)
     if slow and 0 < rows < IMAGES * HEIGHT and not torch.is_grad_enabled():
+        if rows <= FEW and weight.shape[0] % SLICES == 0:
+            return _by_slices(x, weight, bias)
         return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
     if not slow or rows % (IMAGES * HEIGHT) or width < 2:
         return F.linear(x, weight, bias)
@@ -41,6 +52,17 @@ def linear(
     images = x.reshape(IMAGES, HEIGHT, width, -1).permute(0, 3, 1, 2)
     found = F.conv2d(images, weight[:, :, None, None], bias)
     return found.permute(0, 2, 3, 1).reshape(*x.shape[:-1], -1)
+
+
+def _by_slices(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """Return x @ weight.T + bias, computed as a batch of products: one per slice of the outputs."""
+    slices = weight.unflatten(0, (SLICES, -1))
+    columns = x.reshape(-1, x.shape[-1]).mT.expand(SLICES, -1, -1)
+    if bias is None:
+        found = torch.bmm(slices, columns)
+    else:
+        found = torch.baddbmm(bias.view(SLICES, -1, 1), slices, columns)
+    return found.flatten(0, 1).mT.contiguous().view(*x.shape[:-1], -1)
 
 
 def prefers_onednn(processors: Path = Path("/proc/cpuinfo")) -> bool:

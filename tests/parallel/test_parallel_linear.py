@@ -46,18 +46,22 @@ def test_values_and_gradients_are_those_in_float64(shape, bias):
 
 
 @pytest.mark.parametrize("bias", [True, False])
-@pytest.mark.parametrize("shape", [(1, 1, 24), (2, 15, 24), (31, 24), (32, 24), (24,), (0, 24)])
-def test_few_rows_without_gradients_are_those_in_float64(monkeypatch, shape, bias):
+@pytest.mark.parametrize("out", [40, 41], ids=["whole slices", "no whole slices"])
+@pytest.mark.parametrize(
+    "shape", [(1, 1, 24), (4, 24), (2, 2, 24), (5, 24), (31, 24), (32, 24), (24,), (0, 24)]
+)
+def test_few_rows_without_gradients_are_those_in_float64(monkeypatch, shape, out, bias):
     """A token of generation is a row. With gradients, few rows have torch's own product."""
     monkeypatch.setattr(module, "PREFERS_ONEDNN", True)
-    leaves, _ = operands(shape, 40, bias)
-    exact, _ = operands(shape, 40, bias, torch.float64)
+    leaves, _ = operands(shape, out, bias)
+    exact, _ = operands(shape, out, bias, torch.float64)
     with torch.inference_mode():
         found = linear(*leaves)
         spread = linear(leaves[0].mT.contiguous().mT if len(shape) > 1 else leaves[0], *leaves[1:])
-    assert found.shape == (*shape[:-1], 40)
+    assert found.shape == (*shape[:-1], out)
     torch.testing.assert_close(found.double(), F.linear(*exact), rtol=1e-5, atol=1e-4)
     torch.testing.assert_close(spread, found, rtol=1e-5, atol=1e-4)
+    assert found.is_contiguous()
     assert torch.equal(linear(*leaves), F.linear(*leaves))
 
 

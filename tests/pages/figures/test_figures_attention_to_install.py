@@ -123,7 +123,7 @@ def test_the_accuracy_and_the_speed():
     layers, width = re.search(r"(\d+) layers, width (\d+)", speed).groups()
     rate, ratio = re.search(r"\| kerple_log \|.*\| ([\d.]+) \| ([\d.]+) \|", speed).groups()
     told = f"generates {rate} tokens/s in one thread, {ratio} times as fast"
-    says("generation", f"A model of {layers} layers of width {width} {told}")
+    says("generation", f"On an AMD EPYC, a model of {layers} layers of width {width} {told}")
 
 
 def test_the_bytes_of_a_special_token():
