@@ -7,9 +7,13 @@ takes longer than all the rest. A name that is missing here is imported from its
 from transformers.cache_utils import DynamicCache as DynamicCache
 from transformers.configuration_utils import PretrainedConfig as PretrainedConfig
 from transformers.generation.utils import GenerationMixin as GenerationMixin
-from transformers.modeling_utils import PreTrainedModel as PreTrainedModel
+from transformers.modeling_utils import PreTrainedModel as _PreTrainedModel
 from transformers.models.auto.modeling_auto import AutoModelForCausalLM as AutoModelForCausalLM
 from transformers.models.auto.tokenization_auto import AutoTokenizer as AutoTokenizer
 from transformers.tokenization_utils_tokenizers import (
     PreTrainedTokenizerFast as PreTrainedTokenizerFast,
 )
+
+class PreTrainedModel(_PreTrainedModel):
+    # to find out that it returns None, a type checker would read all those files
+    def post_init(self) -> None: ...
