@@ -19,7 +19,6 @@ import torch
 import evaluate as command
 from megatron.config import load_config
 from megatron.data.errors import DataError
-from megatron.engine.build import plan_of
 from megatron.engine.open_run import open_run
 from megatron.harness.installed_lm_eval import harness_packages
 from megatron.hub.export import export
@@ -90,23 +89,6 @@ def test_the_tool_scores_a_run_without_network(run, model, tmp_path):
         assert f"|{task}" in done.stdout
     assert "evaluating" in done.stderr and "evaluating" not in done.stdout
     assert [path.name for path in tmp_path.glob("*.json*")] == [out.name]
-
-
-@pytest.mark.parametrize(
-    "keys, longest",
-    [
-        (["pos_emb=kerple_log"], None),
-        (["pos_emb=none"], None),
-        (["pos_emb=rotary"], 48),
-        (["pos_emb=sinusoidal"], 48),
-        (["pos_emb=rotary+kerple_log"], 48),
-        (["pos_emb=learned", "opt_pos_emb_offset=2"], 46),
-    ],
-)
-def test_the_longest_context(run, keys, longest):
-    config = load_config([run / "config.yml"], [*keys, "max_position_embeddings=48"])
-    plan = plan_of(config, BYTES.vocab_size, device_type="cpu", eod=BYTES.eod, training=False)
-    assert GPT(plan).longest_text == longest
 
 
 @pytest.fixture
@@ -270,3 +252,8 @@ def test_the_key_eval_tasks(run, model, call, tmp_path, monkeypatch):
     (path,) = tmp_path.glob("mine_eval_results_*.json")
     assert scores(path, expected)["local_perplexity"] == found
     assert "local_perplexity" in text and "extrapolation" not in text
+    monkeypatch.setattr(GPT, "longest_text", 7)
+    call(command, *some, "-o", key, "-o", "eval_lengths=[]", "--out", tmp_path / "limited")
+    (path,) = (tmp_path / "limited").glob("eval_results_*.json")
+    assert json.loads(path.read_text())["config"]["max_length"] == 7
+    assert scores(path, expected)["local_perplexity"] != found

@@ -20,7 +20,7 @@ CROSSES = [
 LENGTH = 16 * TRAINED
 
 
-def build(name, *, backend="auto", window=None, rows=LENGTH, **block):
+def build(name, *, backend="auto", window=None, rows=LENGTH, offset=0, **block):
     pos = load(name)
     attend = choose(
         backend, pos, device_type="cpu", dtype=torch.float64, training=False, masked=True,
@@ -29,7 +29,8 @@ def build(name, *, backend="auto", window=None, rows=LENGTH, **block):
     shape = BlockShape(**({"hidden_size": 16, "num_heads": 2, "rotary_pct": 0.5} | block))
     # The second layer has no window, so that the two caches differ.
     layers = tuple(LayerAttention(pos, attend, slice(None), each) for each in (window, None))
-    plan = Plan(GPTShape(2, VOCAB, shape, rows), pos, attend, 1, layers=layers)
+    whole = GPTShape(2, VOCAB, shape, rows, position_offset=offset)
+    plan = Plan(whole, pos, attend, 1, layers=layers)
     model = GPT(plan).double().eval()
     with torch.no_grad():
         for each in model.parameters():  # so that every term and every layer counts
@@ -123,3 +124,18 @@ def test_memory_is_linear_in_the_length(tmp_path):
 
     short, long = peak(512), peak(2048)
     assert long < 4.2 * short
+
+
+@pytest.mark.parametrize(
+    "name, offset, longest",
+    [
+        ("kerple_log", 0, None),
+        ("none", 0, None),
+        ("rotary", 0, 48),
+        ("sinusoidal", 0, 48),
+        ("rotary + kerple_log", 0, 48),
+        ("learned", 2, 46),
+    ],
+)
+def test_the_longest_text_that_clients_may_give(name, offset, longest):
+    assert build(name, rows=48, offset=offset).longest_text == longest

@@ -81,6 +81,7 @@ def test_verdicts_of_the_hand_scale_grids(heading, folder):
         found = [item for item in items if all(number in item for number in numbers)]
         found = [item for item in found if item.startswith(start)]
         assert found, each
+        assert {*re.findall(r"(\d+)% interval", found[0])} <= {"95"}
         for p in re.findall(r"p = ([\d.e-]+)", found[0]):
             assert float(p) in (float(f"{each.p:.2g}"), float(f"{each.holm:.2g}"))
 

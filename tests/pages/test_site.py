@@ -12,7 +12,6 @@ import pytest
 from megatron.config.fields import key_of
 from megatron.config.neox.known_keys import KNOWN_KEYS
 from megatron.config.schema import SECTIONS
-from tests.pages.site_search import SiteSearch
 from tools.pages import reference
 
 
@@ -32,6 +31,8 @@ def site(repo_root, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def search(site):
+    from tests.pages.site_search import SiteSearch  # its library takes half a second to import
+
     return SiteSearch(site)
 
 

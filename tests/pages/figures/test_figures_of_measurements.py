@@ -19,7 +19,6 @@ import pytest
 from scipy import stats
 
 from benchmarks.loss_memory import VOCABULARY
-from benchmarks.plan.plan_time import PAGE
 from megatron.config import load_config
 from megatron.engine.build import plan_of
 from megatron.engine.gpus import GPUS, gpu_named
@@ -105,7 +104,7 @@ def test_planned_and_measured():
     off = max(abs(row["ratio"] - 1) for row in measured.values())
     layouts = f"In {len(measured)} layouts on a CPU, the planned memory was within"
     says("memory_and_speed", f"{layouts} {math.ceil(100 * off)}% of the measured memory")
-    first, other = rows(PAGE, "The runs", "| rows ")
+    first, other = rows(LAB / "published_runs.md", "The runs", "| rows ")
     names = rows(ROOT / "docs/memory_and_speed.md", "Plan a run", "| option ")[1]["meaning"]
     assert sorted(re.split(", | or ", names)) == sorted(GPUS)
     inside = f"In {other['within the interval']} of these {other['runs']} runs, the published"
