@@ -11,7 +11,7 @@ import pytest
 
 from benchmarks.attention import parser
 from benchmarks.host import launch_time
-from benchmarks.plan.plan_time import CALIBRATED, FIT, MISS, PAGE, config_of, measured, runs
+from benchmarks.plan.plan_time import CALIBRATED, FIT, MISS, config_of, measured, runs
 from megatron.engine.gpus import gpu_named
 from megatron.engine.model_shape import shape_of
 from megatron.engine.training.speed import flops_per_token, keys_per_query
@@ -283,7 +283,11 @@ def test_the_page_of_published_runs():
 @pytest.mark.parametrize("name", RUNS)
 def test_a_published_run_has_the_figures_of_its_file(name):
     """What is planned fits the other cells; the test of the plan plans a few runs again."""
-    row = next(each for each in rows(PAGE, "The runs", "| run ") if each["run"] == name)
+    row = next(
+        each
+        for each in rows(LAB / "published_runs.md", "The runs", "| run ")
+        if each["run"] == name
+    )
     source, (low, high) = RUNS[name], CALIBRATED.interval
     keys = ("gpus", "gpu", "tp", "pp", "dp", "zero", "micro_batch", "recompute")
     seconds, total = measured(source), float(row["planned s"])
