@@ -98,7 +98,7 @@ class GPTShape:
     Attributes:
         vocab_size: The padded vocabulary size.
         max_positions: The number of rows of a table of learned positions. With rotary or sinusoidal
-            positions, the longest text in lm_eval.
+            positions, the longest text in lm_eval and in exports.
         tie_weights: Whether the output layer uses the matrix of the token embedding.
         init_method: The name of the method that draws the initial values of most layers.
         output_init_method: The name of the method that draws the initial values of layers that

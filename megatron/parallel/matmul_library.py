@@ -4,12 +4,11 @@ torch computes fp32 products on a CPU with MKL, and convolutions with oneDNN. On
 does not use AVX-512. On such processors this module computes a product as a 1 x 1 convolution. This
 takes half the time (`benchmarks/host/linear_time.py`).
 
-In generation, x has few rows and needs no gradients. Reading the weights takes most of the time,
-and MKL's product of a vector and a matrix reads them at half of the memory's speed and in one
-thread. Its product of a batch of matrices reads them at full speed and in all threads. So this
-module splits the outputs into slices, and computes them as a batch
-(`benchmarks/host/generation_speed.py`). With more rows, oneDNN's own matrix product is faster. All
-of these compute in fp32.
+In generation, x has few rows and needs no gradients. Reading the weights takes most of the time.
+MKL's product of a vector and a matrix reads them at half of the memory's speed, and its product of
+a batch of matrices at full speed. So up to four rows are multiplied in slices of the outputs, as a
+batch (`benchmarks/host/generation_speed.py`). With 5 to 31 rows, oneDNN's own matrix product is
+faster. All of these compute in fp32.
 """
 
 from pathlib import Path
@@ -25,7 +24,7 @@ IMAGES, HEIGHT = 16, 2
 MKL. With a height of 1, a compiled step would lose track of the memory format."""
 
 FEW, SLICES = 4, 8
-"""Without gradients, up to FEW rows are multiplied in SLICES slices of the outputs."""
+"""Up to FEW rows are multiplied in SLICES slices of the outputs, if these have equal sizes."""
 
 
 def linear(
@@ -44,7 +43,7 @@ def linear(
     width = rows // (IMAGES * HEIGHT)
     if slow and 0 < rows < IMAGES * HEIGHT and not torch.is_grad_enabled():
         if rows <= FEW and weight.shape[0] % SLICES == 0:
-            return _by_slices(x, weight, bias)
+            return by_slices(x, weight, bias)
         return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
     if not slow or rows % (IMAGES * HEIGHT) or width < 2:
         return F.linear(x, weight, bias)
@@ -54,7 +53,7 @@ def linear(
     return found.permute(0, 2, 3, 1).reshape(*x.shape[:-1], -1)
 
 
-def _by_slices(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+def by_slices(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """Return x @ weight.T + bias, computed as a batch of products: one per slice of the outputs."""
     slices = weight.unflatten(0, (SLICES, -1))
     columns = x.reshape(-1, x.shape[-1]).mT.expand(SLICES, -1, -1)

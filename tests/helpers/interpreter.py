@@ -5,8 +5,8 @@ again, although the launch has already replaced them. It checks each whole numbe
 with ten operations of Triton. Both together take two thirds of the time of the tests.
 
 For each value it also makes new objects for the type and the shape. Before each operation it
-converts and broadcasts both values, though numpy can do so in the operation. Together these take
-half of the rest.
+looks up how to convert both values, though most have the same dtype. It also copies each to their
+common shape, though numpy broadcasts in the operation. Together these take half of the rest.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ import numpy as np
 import pytest
 
 OPERATIONS = {"add": np.add, "sub": np.subtract, "mul": np.multiply}
-SAME = ("fp32", "int1", "int32", "int64")
-"""An operation on two values with one of these dtypes converts neither."""
+UNCONVERTED = ("fp32", "int1", "int32", "int64")
+"""If both values of an operation have the same one of these dtypes, Triton converts neither."""
 
 
 @pytest.fixture(autouse=True, scope="session")
@@ -29,11 +29,13 @@ def fast_interpreter():
     from triton.runtime import interpreter
 
     done: set[frozenset[int]] = set()
+    types: dict[tuple[int, int], Any] = {}
     modules = (interpreter.tl, interpreter.tl.core)
     launch, replace_functions = interpreter.GridExecutor.__call__, interpreter._patch_lang
 
     def first_launch(self: Any, *args: Any, **kwargs: Any) -> None:
         done.clear()
+        types.clear()  # each launch has new types of pointers
         launch(self, *args, **kwargs)
 
     @cache
@@ -50,7 +52,7 @@ def fast_interpreter():
     dtype_of = partial(_dtype_of, interpreter._get_np_dtype, {})
     with pytest.MonkeyPatch.context() as patch:
         _keep_types(patch, interpreter.tl.core)
-        _convert_less(patch, TritonSemantic, interpreter.tl.core.block_type)
+        _convert_less(patch, TritonSemantic, interpreter.tl.core.block_type, types)
         patch.setattr(interpreter.GridExecutor, "__call__", first_launch)
         patch.setattr(interpreter.InterpretedFunction, "__call__", call)
         patch.setattr(TritonSemantic, "binary_op_sanitize_overflow_impl", check_overflow)
@@ -93,16 +95,22 @@ def _keep_types(patch: pytest.MonkeyPatch, core: Any) -> None:
     patch.setattr(core.tensor, "__init__", tensor)
 
 
-def _convert_less(patch: pytest.MonkeyPatch, semantic: Any, block_type: Any) -> None:
-    """Convert and broadcast the two values of an operation only where numpy does not do so."""
+def _convert_less(
+    patch: pytest.MonkeyPatch, semantic: Any, block_type: Any, known: dict[tuple[int, int], Any]
+) -> None:
+    """Skip conversions of two values of one dtype, and leave broadcasting to numpy.
+
+    Args:
+        known: For the ids of two types: both types, and these types after broadcasting.
+    """
     convert, broadcast = semantic.binary_op_type_checking_impl, semantic.broadcast_impl_value
-    known: dict[tuple[int, int], Any] = {}
     constants: dict[Any, Any] = {}
 
     def constant(self: Any, value: Any, other: Any) -> Any:
         dtype = other.type.scalar
-        whole = type(value) is int and dtype.name in ("int32", "int64") and abs(value) < 2**31
-        if not (whole or (dtype.name == "fp32" and isinstance(value, int | float))):
+        small = not isinstance(value, int) or abs(value) < 2**31
+        whole = type(value) is int and dtype.name in ("int32", "int64")
+        if not (small and (whole or (dtype.name == "fp32" and isinstance(value, int | float)))):
             return value
         key = (value, dtype.name)
         if key not in constants:
@@ -120,7 +128,8 @@ def _convert_less(patch: pytest.MonkeyPatch, semantic: Any, block_type: Any) -> 
         a, b = lhs.type, rhs.type
         key = (id(a), id(b))
         if key not in known:
-            known[key] = a, b, *_broadcast_types(a, b, block_type)  # with both, so that ids last
+            # holds both types, so that no other object gets their ids
+            known[key] = a, b, *_broadcast_types(a, b, block_type)
         *_, wide_a, wide_b = known[key]
         if wide_a is None:
             return convert(self, lhs, rhs, *args, **kw)
@@ -139,10 +148,13 @@ def _convert_less(patch: pytest.MonkeyPatch, semantic: Any, block_type: Any) -> 
 
 
 def _broadcast_types(a: Any, b: Any, block_type: Any) -> tuple[Any, Any]:
-    """Return the types of two values after broadcasting, or None if their dtypes need a look."""
+    """Return the types of two values after broadcasting.
+
+    The result is (None, None) if Triton's own function must convert the values or add dimensions.
+    """
     names = a.scalar.name, b.scalar.name
     pointer = a.scalar.is_ptr() and names[1] in ("int32", "int64")
-    if not pointer and (names[0] != names[1] or names[0] not in SAME):
+    if not pointer and (names[0] != names[1] or names[0] not in UNCONVERTED):
         return None, None
     shapes = [[*each.shape] if each.is_block() else [] for each in (a, b)]
     if not any(shapes):

@@ -1,6 +1,7 @@
-"""Test products with weight matrices: both libraries against float64, and the choice."""
+"""Test products with weight matrices: each way against float64, and the choice."""
 
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -55,8 +56,11 @@ def test_few_rows_without_gradients_are_those_in_float64(monkeypatch, shape, out
     monkeypatch.setattr(module, "PREFERS_ONEDNN", True)
     leaves, _ = operands(shape, out, bias)
     exact, _ = operands(shape, out, bias, torch.float64)
+    sliced = mock.Mock(wraps=module.by_slices)
+    monkeypatch.setattr(module, "by_slices", sliced)
     with torch.inference_mode():
         found = linear(*leaves)
+        assert sliced.called == (out == 40 and 0 < leaves[0][..., 0].numel() <= 4)
         spread = linear(leaves[0].mT.contiguous().mT if len(shape) > 1 else leaves[0], *leaves[1:])
     assert found.shape == (*shape[:-1], out)
     torch.testing.assert_close(found.double(), F.linear(*exact), rtol=1e-5, atol=1e-4)

@@ -15,5 +15,5 @@ from transformers.tokenization_utils_tokenizers import (
 )
 
 class PreTrainedModel(_PreTrainedModel):
-    # to find out that it returns None, a type checker would read all those files
+    # To infer that post_init returns None, a type checker would read the files of all models.
     def post_init(self) -> None: ...

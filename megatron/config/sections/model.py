@@ -32,8 +32,8 @@ class ModelConfig(Section):
     num_kv_heads: Positive = DERIVED
     seq_length: Positive  # tokens of a sequence in training
     seq_length_val: Positive = DERIVED  # tokens of a sequence in validation; default: seq_length
-    # rows of the table of `learned`; with `rotary` or `sinusoidal`, the longest text in lm_eval;
-    # default: seq_length
+    # rows of the table of `learned`; with `rotary` or `sinusoidal`, the longest text of lm_eval and
+    # exports; default: seq_length
     max_position_embeddings: Positive = DERIVED
     # the positional embedding: a name, names joined by ` + `, or names per layer
     pos_emb: PositionalName = "learned"

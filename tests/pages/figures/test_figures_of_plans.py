@@ -283,11 +283,8 @@ def test_the_page_of_published_runs():
 @pytest.mark.parametrize("name", RUNS)
 def test_a_published_run_has_the_figures_of_its_file(name):
     """What is planned fits the other cells; the test of the plan plans a few runs again."""
-    row = next(
-        each
-        for each in rows(LAB / "published_runs.md", "The runs", "| run ")
-        if each["run"] == name
-    )
+    table = rows(LAB / "published_runs.md", "The runs", "| run ")
+    row = next(each for each in table if each["run"] == name)
     source, (low, high) = RUNS[name], CALIBRATED.interval
     keys = ("gpus", "gpu", "tp", "pp", "dp", "zero", "micro_batch", "recompute")
     seconds, total = measured(source), float(row["planned s"])
