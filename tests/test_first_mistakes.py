@@ -6,27 +6,24 @@ import os
 import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
+import torch.distributed.run
 
 import evaluate
 from megatron.evaluation.suite import all_measures
+from tests.helpers.launch import run_script
 from tests.helpers.paths import ROOT
 
 QUICKSTART = ROOT / "configs" / "quickstart.yml"
 BPE = f"vocab_file={ROOT}/configs/quickstart_bpe.json"
 
 
-def said(
-    *command: object, code: int, cwd=ROOT, python: str = sys.executable, **environ: str
-) -> str:
-    script, *arguments = command
-    done = subprocess.run(
-        [python, ROOT / str(script), *map(str, arguments)], cwd=cwd, text=True, timeout=240,
-        env=os.environ | environ, capture_output=True, check=False,
-    )  # fmt: skip
-    assert done.returncode == code, done.stdout + done.stderr
-    return done.stderr
+def said(script: str, *arguments: object, code: int, cwd=ROOT) -> str:
+    found, text = run_script(ROOT / script, *arguments, cwd=cwd, environ=dict(os.environ))
+    assert found == code, text
+    return text
 
 
 def test_a_misspelt_config_and_a_wrong_folder(tmp_path):
@@ -95,7 +92,10 @@ def test_a_python_without_the_packages(tmp_path):
     """An environment that has none of the packages: one line, and no traceback."""
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", tmp_path / "new"], check=True)
     python = str(tmp_path / "new" / "bin" / "python")
-    assert said("train.py", QUICKSTART, code=1, python=python) == (
+    command = [python, ROOT / "train.py", QUICKSTART]
+    done = subprocess.run(command, cwd=ROOT, text=True, timeout=240, capture_output=True)
+    assert done.returncode == 1 and not done.stdout
+    assert done.stderr == (
         f"error: {python} has no package pydantic: activate the environment of this project "
         "(source .venv/bin/activate), or install it: python -m pip install -e . -c "
         "requirements.txt\n"
@@ -140,9 +140,9 @@ def test_a_port_in_use_is_named_without_a_traceback():
 
 
 def test_a_bad_config_under_torchrun_is_said_once(tmp_path):
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    command = [Path(torch.distributed.run.__file__), "--standalone", "--nproc-per-node=2"]
     command += [ROOT / "train.py", QUICKSTART, "-o", "num_layers=x"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    _, output = run_script(*command, cwd=tmp_path, environ=dict(os.environ))
     text = "num_layers: expected a whole number of at least 1, got the text 'x'; write e.g. 100"
-    printed, _, report = (done.stdout + done.stderr).partition("train.py FAILED")
+    printed, _, report = output.partition("train.py FAILED")
     assert printed.count(text) == 1 and report.count(text) <= 1

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 
 import pytest
 
 from megatron import launcher
+from tests.helpers.launch import run_script
 from tests.helpers.paths import ROOT
 
 CONFIG = str(ROOT / "configs" / "quickstart.yml")
@@ -155,22 +155,19 @@ def test_only_rank_0_says_why(environ):
 
 
 def call(*arguments, **variables):
-    done = subprocess.run(
-        [sys.executable, ROOT / "train.py", CONFIG, "--check", *arguments],
-        cwd=ROOT, env=os.environ | variables, capture_output=True, text=True, timeout=240,
-    )  # fmt: skip
-    return done.returncode, done.stdout, done.stderr
+    environ = os.environ | variables
+    return run_script(ROOT / "train.py", CONFIG, "--check", *arguments, cwd=ROOT, environ=environ)
 
 
 def test_a_check_joins_no_job(environ):
     # No store is open at this address: a process that joined would wait for it.
     job = STEP | TORCHRUN | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "9", "WORLD_SIZE": "6"}
-    code, out, err = call(**job)
-    assert code == 0 and "world_size" in out and " 6 " in out, err
-    code, _, err = call("-o", "hidden_size=x", **job)
-    assert code == 2 and err.startswith("1 problem in the configuration:"), err
-    code, _, err = call("-o", "model_parallel_size=3", **STEP)
-    assert code == 2 and "4 process(es) cannot form groups" in err
+    code, text = call(**job)
+    assert code == 0 and "world_size" in text and " 6 " in text, text
+    code, text = call("-o", "hidden_size=x", **job)
+    assert code == 2 and text.startswith("1 problem in the configuration:"), text
+    code, text = call("-o", "model_parallel_size=3", **STEP)
+    assert code == 2 and "4 process(es) cannot form groups" in text
 
 
 def test_train_alone_starts_a_rank_for_each_gpu(environ, monkeypatch, capsys):

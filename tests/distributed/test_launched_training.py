@@ -2,34 +2,35 @@
 
 All jobs run at once, because most of their time is imports. A job that meets a fault prints into a
 pipe of one page that nobody reads before the fault. So it waits in `print`, after some 25 steps,
-and cannot end before its fault, however fast or slow the machine is.
+and cannot end before its fault, however fast or slow the machine is. The launchers and srun's tasks
+are forked from a process that has done the imports; the launchers' ranks are new processes.
 """
 
 from __future__ import annotations
 
-import contextlib
+import fcntl
 import os
 import re
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
 
 import psutil
 import pytest
+import torch.distributed.run
 
 from megatron.engine.checkpoint.saved_checkpoints import newest
 from tests.helpers.jobs import digest, write_config, write_shards
-from tests.helpers.launch import free_port
+from tests.helpers.launch import free_port, start_script
 from tests.helpers.paths import ROOT
 
 STEPS = 50
 """Twice as many as the pipe holds lines of."""
-TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+TORCHRUN = [torch.distributed.run.__file__, "--standalone", "--nproc-per-node=2"]
 ONE_OR_TWO_NODES = [
-    sys.executable, "-m", "torch.distributed.run", "--nnodes=1:2", "--nproc-per-node=1",
+    torch.distributed.run.__file__, "--nnodes=1:2", "--nproc-per-node=1",
     "--max-restarts=2", "--rdzv-backend=c10d", "--rdzv-id=shrinks",
 ]  # fmt: skip
 LAST_CALL = 25
@@ -52,17 +53,20 @@ class Started:
 
     def __init__(self, command: list, config: Path, held: bool = False, **variables: str):
         self.output = config.parent / "output"
-        with self.output.open("a") as output:
-            self.process = subprocess.Popen(
-                [*command, ROOT / "train.py", config], cwd=config.parent,
-                stdout=subprocess.PIPE if held else output, pipesize=4096, stderr=output,
-                env=os.environ | {"PYTHONPATH": str(ROOT)} | variables,
+        argv = [*map(str, command), str(ROOT / "train.py"), str(config)]
+        environ = os.environ | {"PYTHONPATH": str(ROOT)} | variables
+        self.printed, into = os.pipe()
+        fcntl.fcntl(into, fcntl.F_SETPIPE_SZ, 4096)
+        with self.output.open("a") as file, open(into, "w") as pipe:
+            self.process = start_script(
+                argv, (pipe if held else file).fileno(), errors=file.fileno(),
+                cwd=config.parent, environ=environ,
             )  # fmt: skip
 
     def release(self) -> None:
         """Let the job go on, which prints into `output` from now on."""
-        with self.output.open("a") as output:
-            subprocess.Popen(["cat"], stdin=self.process.stdout, stdout=output)
+        with self.output.open("a") as output, open(self.printed) as printed:
+            subprocess.Popen(["cat"], stdin=printed, stdout=output)
 
 
 def srun(rank: int) -> dict[str, str]:
@@ -74,7 +78,7 @@ def srun(rank: int) -> dict[str, str]:
 
 def wait_for(happens: Callable[[], bool], job: Started, until: float) -> None:
     while not happens():
-        assert job.process.poll() is None and time.monotonic() < until, job.output.read_text()
+        assert job.process.exitcode is None and time.monotonic() < until, job.output.read_text()
         time.sleep(0.05)
 
 
@@ -91,10 +95,12 @@ def jobs(tmp_path_factory):
     }
     with configs["shrinks"].open("a") as file:
         file.write("train_batch_size: 4\n")
-    sruns = [Started([sys.executable], configs["srun"], **srun(rank)) for rank in (0, 1)]
+    sruns = [Started([], configs["srun"], **srun(rank)) for rank in (0, 1)]
     share = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
     killed = Started([*TORCHRUN, "--max-restarts=1"], configs["killed"], held=True, **share)
-    left = Started([sys.executable, "-c", ALONE], configs["left"], held=True)
+    alone = folder / "alone.py"
+    alone.write_text(ALONE)
+    left = Started([alone], configs["left"], held=True)
     nodes = [*ONE_OR_TWO_NODES, f"--rdzv-endpoint=localhost:{free_port()}"]
     shrinks = [
         Started(
@@ -113,7 +119,7 @@ def jobs(tmp_path_factory):
         psutil.Process(killed.process.pid).children()[1].kill()
         killed.release()
         wait_for((folder / "left" / "run" / "latest").exists, left, until)
-        left.process.send_signal(signal.SIGTERM)
+        left.process.terminate()
         wait_for(lambda: "leaving after this step" in left.output.read_text(), left, until)
         left.release()
         wait_for((folder / "shrinks" / "run" / "latest").exists, shrinks[0], until)
@@ -122,9 +128,8 @@ def jobs(tmp_path_factory):
         for job in shrinks:
             job.release()
         for job in started:
-            with contextlib.suppress(subprocess.TimeoutExpired):  # its test shows its output
-                job.process.wait(until - time.monotonic())
-        codes = {name: [job.process.poll() for job in many] for name, many in every.items()}
+            job.process.join(until - time.monotonic())  # its test shows the output of the others
+        codes = {name: [job.process.exitcode for job in many] for name, many in every.items()}
     finally:
         for job in started:
             job.process.kill()

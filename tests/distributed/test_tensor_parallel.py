@@ -1,8 +1,6 @@
 """Test that a model on two tensor-parallel ranks equals the full model, also in checkpoints."""
 
 import itertools
-import subprocess
-import sys
 from unittest import mock
 
 import pytest
@@ -22,7 +20,7 @@ from tests.helpers.jobs import (
     write_config,
     write_shards,
 )
-from tests.helpers.launch import run_ranks
+from tests.helpers.launch import call, run_ranks
 
 
 def in_pieces(model, sharded):
@@ -234,12 +232,9 @@ def test_the_weights_of_one_process_start_a_cut_run(runs, stage):
     )
 
 
-def test_one_process_evaluates_it_with_the_runs_own_config(runs, repo_root, tmp_path):
+def test_one_process_evaluates_it_with_the_runs_own_config(runs, tmp_path):
     run = runs / "1-fp32-0.0-whole"
-    where = ["--load", str(run), "--out", str(tmp_path)]
-    command = [sys.executable, str(repo_root / "evaluate.py"), str(run / "config.yml"), *where]
-    done = subprocess.run(command, cwd=repo_root, capture_output=True, text=True, timeout=240)
-    assert done.returncode == 0, done.stdout + done.stderr
+    call("evaluate.py", run / "config.yml", "--load", run, "--out", tmp_path)
     tables = [measured(path) for path in (run, tmp_path)]
     assert len(tables[0]) == len(tables[1]) == 2
     for ours, theirs in zip(*tables, strict=True):

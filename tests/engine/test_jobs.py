@@ -13,6 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+import torch.distributed.run
 
 from megatron.engine.training.schedule import Schedule
 from tests.helpers.jobs import MEASURED, cell, digest, measured, rewind, rows, write_config
@@ -51,7 +52,7 @@ def finished(tmp_path_factory, prefix):
     folder = tmp_path_factory.mktemp("finished")
     lengths = {"eval_lengths": [16, 32], "eval_tokens": 256, "eval_context_baseline": 4}
     config, run = config_at(folder, prefix, save_interval=3, **lengths)
-    return config, run, call_in_new_interpreter("train.py", config)
+    return config, run, call("train.py", config)
 
 
 def test_kill_9_then_the_same_command_gives_the_same_weights(tmp_path, prefix):
@@ -213,15 +214,8 @@ def test_a_folder_with_another_runs_checkpoints_is_not_overwritten(finished):
 
 def test_two_processes_under_torchrun(finished, tmp_path, prefix):
     config, run = config_at(tmp_path, prefix, train_micro_batch_size_per_gpu=2)
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    done = subprocess.run(
-        [*launcher, str(ROOT / "train.py"), str(config)],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=240,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+    options = ("--standalone", "--nproc-per-node=2")
+    call(torch.distributed.run.__file__, *options, ROOT / "train.py", config)
     alone = rows(finished[1])
     for step, loss in rows(run).items():
         assert loss == pytest.approx(alone[step], abs=2e-6)

@@ -45,7 +45,7 @@ def run_cell(argv: list[str], output: int, environ: dict[str, str], named: int) 
         signal.signal(number, signal.SIG_DFL)
     ending.GIVE_BACK.clear()
     files.os = SimpleNamespace(**vars(os) | {"getpid": lambda: named})
-    run_here(argv, output, environ)
+    run_here(argv, environ, output, output)
 
 
 def wait_for_tracer() -> None:

@@ -142,12 +142,19 @@ def untimed(text: str) -> str:
     return re.sub(r"(?m)^\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d[+-]\d\d:\d\d ", "", text)
 
 
-def start_script(argv: list[str], output: int, *, cwd: Path, environ: dict[str, str]) -> Any:
-    """Start `python argv...` as `run_script` does; it prints to the file descriptor `output`."""
+def start_script(
+    argv: list[str], output: int, *, cwd: Path, environ: dict[str, str], errors: int | None = None
+) -> Any:
+    """Start `python argv...` as `run_script` does.
+
+    Args:
+        output: The file descriptor to which it prints.
+        errors: Another file descriptor for stderr.
+    """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOADED)
-    inherited = reduction.DupFd(output)
-    process = context.Process(target=_script, args=(argv, cwd, environ, inherited))
+    inherited = [reduction.DupFd(each) for each in (output, output if errors is None else errors)]
+    process = context.Process(target=_script, args=(argv, cwd, environ, *inherited))
     process.start()
     return process
 
@@ -183,17 +190,17 @@ def call(script: str, *args: object, code: int = 0) -> str:
     return text
 
 
-def _script(argv, cwd, environ, output):
+def _script(argv, cwd, environ, output, errors):
     gc.freeze()
     os.chdir(cwd)
-    run_here(argv, output.detach(), environ)
+    run_here(argv, environ, output.detach(), errors.detach())
 
 
-def run_here(argv: list[str], descriptor: int, environ: dict[str, str]) -> None:
-    """Run `python argv...` in this process; it prints to a file descriptor."""
+def run_here(argv: list[str], environ: dict[str, str], output: int, errors: int) -> None:
+    """Run `python argv...` in this process; it prints to two file descriptors."""
     os.environ.clear()
     os.environ.update(environ)
-    os.dup2(descriptor, 1)
-    os.dup2(descriptor, 2)
+    os.dup2(output, 1)
+    os.dup2(errors, 2)
     sys.argv = argv
     runpy.run_path(argv[0], run_name="__main__")

@@ -1,8 +1,10 @@
 """Test the exact words of `--check` about text, tokenizer, folders and disk."""
 
+import os
 import subprocess
 import sys
 from collections import namedtuple
+from pathlib import Path
 
 import pytest
 
@@ -12,7 +14,7 @@ from megatron.data.shards.reader import ShardReader
 from megatron.pretraining import readiness as module
 from megatron.pretraining.readiness import readiness
 from tests.helpers.jobs import write_config, write_shards
-from tests.helpers.launch import call
+from tests.helpers.launch import call, run_script
 from tests.helpers.paths import CONFIGS, ROOT
 
 Usage = namedtuple("Usage", "free")
@@ -67,12 +69,9 @@ def test_the_command_that_is_named_makes_the_text(tmp_path):
     config = write_config(tmp_path / "c.yml", "data/mine_text_document", **keys)
     found = problems(config, train_micro_batch_size_per_gpu=1)
     command = found[0].rpartition("\n    python prepare_data.py ")[2].replace("FILES", "a.txt")
-    done = subprocess.run(
-        [sys.executable, ROOT / "prepare_data.py", *command.split()],
-        capture_output=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
+    script = ROOT / "prepare_data.py"
+    code, text = run_script(script, *command.split(), cwd=Path.cwd(), environ=dict(os.environ))
+    assert code == 0, text
     assert problems(config, train_micro_batch_size_per_gpu=1) == []
 
 

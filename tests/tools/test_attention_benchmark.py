@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -15,25 +13,15 @@ from benchmarks.attention_gpu import interleaved, plan, spread
 from benchmarks.attention_report import compared, markdown
 from benchmarks.attention_tiles import Search, neighbours, row_text
 from megatron.kernels.tile_sizes import TABLE, Tile, TileSizes, sizes
-from tests.helpers.paths import ROOT
+from tests.helpers.launch import call
 
 TINY = ("--device", "interpreter", "--dtype", "fp32", "--heads", "1", "--head-sizes", "16",
         "--lengths", "16", "--tokens", "16", "--repeats", "1")  # fmt: skip
 
 
-def benchmark(*options: str) -> str:
-    done = subprocess.run(
-        [sys.executable, str(ROOT / "benchmarks" / "attention.py"), *options],
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
-
-
 def test_a_run_in_the_interpreter(tmp_path):
     only = ("--only", "kerple_log", "flash", "efficient", "published", "table")
-    text = benchmark(*TINY, *only, "--out", str(tmp_path))
+    text = call("benchmarks/attention.py", *TINY, *only, "--out", str(tmp_path))
     report = json.loads((tmp_path / "attention_gpu.json").read_text())
     rows = {row["variant"]: row for row in report["timings"] if row["group"] == 0}
     grouped = {"fused kerple_log, group 4", "fused kerple_log, one key head"}
@@ -163,7 +151,8 @@ def test_the_search_walks_to_the_best_tile():
 
 def test_a_search_in_the_interpreter(tmp_path):
     """The time is up as soon as the committed tiles of every pass have been timed."""
-    shown = benchmark(*TINY, "--tiles", "--minutes", "0.001", "--out", str(tmp_path))
+    limit = ("--tiles", "--minutes", "0.001")
+    shown = call("benchmarks/attention.py", *TINY, *limit, "--out", tmp_path)
     page = (tmp_path / "attention_tiles.md").read_text()
     committed = row_text((4, 16, False), TileSizes(*[Tile(16, 16, 4, 1)] * 4))
     assert committed + "  # the time was up" in page and page in shown

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 
 import pytest
@@ -11,19 +10,15 @@ import pytest
 from benchmarks.train_step import arguments, flops_per_token, main, markdown
 from megatron.engine.training import speed
 from megatron.model import BlockShape, GPTShape
-from tests.helpers.paths import ROOT
+from tests.helpers.launch import call
 
 TINY = "--layers 1 --width 16 --heads 1 --length 8 --batch 1 --vocab 32 --rounds 1 --steps 1"
 
 
 def test_a_tiny_run_without_deepspeed(tmp_path):
     names = ["project, plain loop", "plain", "plain, our settings"]
-    command = [sys.executable, str(ROOT / "benchmarks" / "train_step.py"), *TINY.split()]
-    done = subprocess.run(
-        [*command, "--threads", "1", "--out", str(tmp_path), "--only", *names],
-        capture_output=True, text=True,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stdout + done.stderr
+    call("benchmarks/train_step.py", *TINY.split(), "--threads", 1, "--out", tmp_path,
+         "--only", *names)  # fmt: skip
     report = json.loads((tmp_path / "train_step.json").read_text())
     assert [row["variant"] for row in report["rows"]] == names
     for row in report["rows"]:

@@ -20,7 +20,7 @@ from megatron.data.corpora.catalogue import CORPORA, GPT2_FILES, RemoteFile, alt
 from megatron.data.corpora.download import check, download
 from megatron.data.errors import CorpusError
 from megatron.data.shards.reader import ShardReader
-from tests.helpers import archives
+from tests.helpers import archives, launch
 from tests.helpers.paths import ROOT
 
 
@@ -256,12 +256,6 @@ def test_three_corpora_from_their_archives_to_training(server, tmp_path, gpt2_fi
     blended |= {"train_data_weights": [0.5, 0.3, 0.2], "save": str(tmp_path / "run")}
     config = tmp_path / "config.yml"
     config.write_text(yaml.safe_dump(TRAINING | files | blended))
-    done = subprocess.run(
-        [sys.executable, str(ROOT / "train.py"), str(config)],
-        capture_output=True,
-        text=True,
-        timeout=240,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+    launch.call("train.py", config)
     rows = (tmp_path / "run/metrics.jsonl").read_text().splitlines()
     assert sum("train/loss" in json.loads(row) for row in rows) == 2
