@@ -5,7 +5,8 @@
 
 The suite is run on each finished cell of the grid, at 1 to 16 times the cell's training length. A
 cell that has a suite report already is not measured again, and a cell that is not finished is
-named. `recipes.csv` has a row for each cell: gain, headroom and share with their intervals, recall,
+named. Rows of an earlier `recipes.csv` stay, so the embeddings may be run one after another.
+`recipes.csv` has a row for each cell: gain, headroom and share with their intervals, recall,
 and the change of perplexity with the length. For a grid with doses, `verdicts.csv` says for which
 of them the plan's criteria R1 and R2 hold.
 """
@@ -47,7 +48,8 @@ def main() -> int:
     if not found:
         return 1
     args.out.mkdir(parents=True, exist_ok=True)
-    table = pd.DataFrame(found)
+    axes = list(found[0])[: list(found[0]).index("seed")]
+    table = with_earlier(pd.DataFrame(found), args.out / "recipes.csv", axes)
     table.to_csv(args.out / "recipes.csv", index=False, float_format="%.6g")
     picture = by_dose(table) if "dose" in table else drawn(table, args.grid.stem)
     pictures.save(picture, args.out / "share.png")
@@ -67,6 +69,27 @@ def finished_cells(grid: Path) -> Iterator[Cell]:
             print(f"{cell.name} is not finished", file=sys.stderr)
         else:
             yield cell
+
+
+def with_earlier(table: pd.DataFrame, path: Path, axes: Sequence[str]) -> pd.DataFrame:
+    """Return `table` and the rows of the CSV file `path` for other runs, in the order of the axes.
+
+    Args:
+        axes: The columns that, with the seed, name a run.
+
+    Raises:
+        ValueError: The file has other columns.
+    """
+    earlier = pd.read_csv(path, dtype=dict.fromkeys(axes, str)) if path.exists() else table[:0]
+    if [*earlier] != [*table]:
+        raise ValueError(f"{path} has other columns: move it away")
+    both = pd.concat([earlier, table], ignore_index=True)
+    order = both[["seed"]].assign(**{axis: pd.factorize(both[axis])[0] for axis in axes})
+    both = both.drop_duplicates([*axes, "seed"], keep="last")
+    if kept := len(both) - len(table):
+        print(f"{path}: {kept} rows of other runs are kept", file=sys.stderr)
+    order = order.loc[both.index].sort_values([*axes, "seed"])
+    return both.loc[order.index].reset_index(drop=True)
 
 
 def measure(cell: Cell, folder: Path, overrides: Sequence[str] = ()) -> None:

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import pandas as pd
-from recipe import TIMES, finished_cells, found_by_suite, measure
+from recipe import TIMES, finished_cells, found_by_suite, measure, with_earlier
 from scipy.stats import t, ttest_1samp
 
 from megatron import pictures
@@ -43,7 +43,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if not rows:
         return 1
     given.out.mkdir(parents=True, exist_ok=True)
-    table = with_earlier(pd.DataFrame(rows), given.out / "retrofit.csv")
+    table = with_earlier(pd.DataFrame(rows), given.out / "retrofit.csv", ["method"])
     table.to_csv(given.out / "retrofit.csv", index=False, float_format="%.6g")
     compared = pd.DataFrame(differences(table))
     compared.to_csv(given.out / "differences.csv", index=False, float_format="%.4g")
@@ -55,24 +55,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     pictures.save(drawn(table), given.out / "by_length.png")
     pictures.save(gains(table), given.out / "gain.png")
     return 0
-
-
-def with_earlier(table: pd.DataFrame, path: Path) -> pd.DataFrame:
-    """Return `table` and the rows of the CSV file `path` for other runs, by method and seed.
-
-    Raises:
-        ValueError: The file has other columns.
-    """
-    if not path.exists():
-        return table
-    earlier = pd.read_csv(path)
-    if [*earlier] != [*table]:
-        raise ValueError(f"{path} has other columns: move it away")
-    both = pd.concat([earlier, table]).drop_duplicates(["method", "seed"], keep="last")
-    print(f"{path}: {len(both) - len(table)} rows of other runs are kept", file=sys.stderr)
-    order = {name: place for place, name in enumerate(dict.fromkeys(both.method))}
-    both = both.assign(place=both.method.map(order)).sort_values(["place", "seed"])
-    return both.drop(columns="place").reset_index(drop=True)
 
 
 def rows_of(cell: Cell) -> Iterator[dict[str, Any]]:

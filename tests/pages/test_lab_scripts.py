@@ -200,13 +200,13 @@ def test_the_pictures_of_the_retrofits_show_every_method():
 def test_the_rows_of_earlier_seeds_stay(tmp_path):
     retrofit, path = script("retrofit"), tmp_path / "retrofit.csv"
     table = retrofit_table((1.0, 2.0, 3.0), (0.1, 0.2, 0.3), (2.0, 3.0, 4.0), (5.0, 6.0, 7.0))
-    assert len(retrofit.with_earlier(table[:4], path)) == 4
+    assert len(retrofit.with_earlier(table[:4], path, ["method"])) == 4
     table.assign(gain=9.0)[::-1].to_csv(path, index=False)
-    found = retrofit.with_earlier(table[table.seed == 2], path)
+    found = retrofit.with_earlier(table[table.seed == 2], path, ["method"])
     assert found.seed.tolist() == [0, 1, 2] * 2 and found.method.nunique() == 2
     assert found.gain.tolist() == [9, 9, 0, 9, 9, 3] and found.method[0] == "window"
     with pytest.raises(ValueError, match="has other columns"):
-        retrofit.with_earlier(table.drop(columns="gain_high"), path)
+        retrofit.with_earlier(table.drop(columns="gain_high"), path, ["method"])
 
 
 def test_the_runs_of_more_are_also_measured_with_a_window(tmp_path, monkeypatch):

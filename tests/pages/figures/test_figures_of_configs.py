@@ -19,7 +19,7 @@ SIZES = {"own_160M": PYTHIA["small", 128][0], "own_1.4B": PYTHIA["xl", 128][0]}
 PAPER = ("model/small.yml", "paper/train.yml", "pos_emb/kerple_log.yml", "cluster/cpu.yml")
 WITHOUT_TABLE = [
     *("stand_in", "stand_in_lr", "stand_in_backends", "stand_in_fused", "stand_in_terms"),
-    *("length_tasks", "recipe_screen", "retrofit_base"),
+    *("length_tasks", "recipe_screen", "retrofit_base", "arena_rates"),
 ]
 """The grids of the guide that are of no table of the paper."""
 

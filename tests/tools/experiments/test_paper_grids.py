@@ -24,7 +24,8 @@ COUNTS = {
     "stand_in.yml": 24, "stand_in_lr.yml": 24, "stand_in_backends.yml": 10,
     "stand_in_fused.yml": 10, "stand_in_terms.yml": 45, "length_tasks.yml": 231,
     "recipe_screen.yml": 8, "recipe_constant.yml": 12, "recipe_dose.yml": 48,
-    "retrofit_base.yml": 3, "retrofit.yml": 27, "seconds_per_step.yml": 10, "wikitext103.yml": 6,
+    "retrofit_base.yml": 3, "retrofit.yml": 27, "arena_rates.yml": 39, "arena.yml": 72,
+    "seconds_per_step.yml": 10, "wikitext103.yml": 6,
 }  # fmt: skip
 RETROFITS = {
     "more": ("rotary", None, None, "gentle"),
@@ -80,7 +81,7 @@ def test_every_cell_composes(name):
             start = f"runs/retrofit_base/rotary-{cell.seed}"
         assert (config.checkpoint.save, config.checkpoint.load) == (str(cell.folder), start)
         sequences = 32
-        if name.startswith(("stand_in", "recipe", "retrofit")):
+        if name.startswith(("stand_in", "recipe", "retrofit", "arena")):
             sequences = 2048 // config.model.seq_length
         assert config.batch.train_batch_size == sequences
 
@@ -122,7 +123,7 @@ def test_the_papers_numbers_cover_its_tables():
         assert all(by_row.keys() == rows for by_row in numbers[name].values())
 
 
-@pytest.mark.parametrize("name", ["stand_in_terms.yml", "length_tasks.yml"])
+@pytest.mark.parametrize("name", ["stand_in_terms.yml", "arena.yml", "length_tasks.yml"])
 def test_the_terms_can_be_trained(name):
     found = {cell.axes["embedding"]: cell for cell in cells(name)}
     for embedding, cell in found.items():
