@@ -1,4 +1,4 @@
-"""The exact words for the mistakes of a first day, each in a real command."""
+"""The exact words for the mistakes of a first day, each in a command of its own process."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ BPE = f"vocab_file={ROOT}/configs/quickstart_bpe.json"
 
 
 def said(script: str, *arguments: object, code: int, cwd=ROOT) -> str:
-    found, text = run_script(ROOT / script, *arguments, cwd=cwd, environ=dict(os.environ))
+    given = [ROOT / script, *arguments]
+    found, text = run_script(*given, cwd=cwd, environ=dict(os.environ), only="stderr")
     assert found == code, text
     return text
 
@@ -142,7 +143,8 @@ def test_a_port_in_use_is_named_without_a_traceback():
 def test_a_bad_config_under_torchrun_is_said_once(tmp_path):
     command = [Path(torch.distributed.run.__file__), "--standalone", "--nproc-per-node=2"]
     command += [ROOT / "train.py", QUICKSTART, "-o", "num_layers=x"]
-    _, output = run_script(*command, cwd=tmp_path, environ=dict(os.environ))
+    code, output = run_script(*command, cwd=tmp_path, environ=dict(os.environ))
     text = "num_layers: expected a whole number of at least 1, got the text 'x'; write e.g. 100"
+    assert code == 1, output
     printed, _, report = output.partition("train.py FAILED")
     assert printed.count(text) == 1 and report.count(text) <= 1

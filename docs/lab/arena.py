@@ -3,8 +3,9 @@
     python docs/lab/arena.py configs/paper/arena.yml --out docs/results/arena --jobs 2
 
 Each finished run is measured at the lengths of the grid. Its measures are stored in the run folder
-(`arena.json`), so a run is measured once. A run that is not finished is named. Rows of an earlier
-`runs.csv` stay, so the grid may be run in parts.
+(`arena.json`), so a run is measured once. A run that is not finished, or whose losses are not
+finite, is named and left out. Rows of an earlier `runs.csv` stay, so the grid may be run in parts;
+a method is tested when it has all its seeds.
 
 `runs.csv` has a row for each run, `methods.csv` a row for each method with the plan's tests. The
 pictures show the gain of each run, and the perplexity by length of each method.
@@ -25,12 +26,12 @@ from typing import Any
 import numpy as np
 import pandas as pd
 import torch
-from recipe import finished_cells, with_earlier
+from recipe import by_length, finished_cells, perplexities, with_earlier
 from scipy.stats import t
 
 from megatron import pictures
-from megatron.config import load_config
 from megatron.data.samples.split import SPLITS
+from megatron.engine.errors import DivergedError
 from megatron.engine.job.job_or_alone import job_or_alone
 from megatron.engine.open_run import open_run
 from megatron.engine.open_text import open_text
@@ -46,7 +47,8 @@ MEASURES = "arena.json"
 HARMED_GAIN = -0.05
 """Nats per token. A method with a lower mean gain is harmed by distant text."""
 HARMED_RISE = math.log(1.05)
-"""A method whose log perplexity rises by more up to the longest length is harmed, too."""
+"""A method whose mean log perplexity rises by more up to the longest length is also harmed."""
+SEEDS = 3
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -57,8 +59,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given = parser.parse_args(arguments)
     cells = list(finished_cells(given.grid))
     with ProcessPoolExecutor(given.jobs, get_context("spawn")) as pool:
-        for cell, _ in zip(cells, pool.map(measure, cells), strict=True):
-            print(f"{cell.name} is measured", file=sys.stderr, flush=True)
+        faults = list(pool.map(measure, cells))
+    for cell, fault in zip(cells, faults, strict=True):
+        print(f"{cell.name}: {fault or 'measured'}", file=sys.stderr)
+    cells = [cell for cell, fault in zip(cells, faults, strict=True) if not fault]
     if not cells:
         return 1
     given.out.mkdir(parents=True, exist_ok=True)
@@ -68,30 +72,42 @@ def main(arguments: Sequence[str] | None = None) -> int:
     methods.to_csv(given.out / "methods.csv", index=False, float_format="%.4g")
     print(methods.to_string(index=False))
     pictures.save(gains(runs), given.out / "gain.png")
-    pictures.save(by_length(runs), given.out / "by_length.png")
+    pictures.save(by_length(runs, "Perplexity by length"), given.out / "by_length.png")
     return 0
 
 
-def measure(cell: Cell) -> None:
-    """Measure a run with the suite's functions, unless its folder has the measures."""
+def measure(cell: Cell) -> str:
+    """Measure a run with the suite's functions, unless its folder has the measures.
+
+    Returns:
+        Why the run cannot be measured, or an empty text.
+    """
     path = cell.folder / MEASURES
-    if path.exists():
-        return
-    torch.set_num_threads(1)
-    config = load_config(cell.configs, cell.overrides)
+    if not path.exists():
+        torch.set_num_threads(1)
+        try:
+            measures = measured(cell)
+        except DivergedError as error:
+            return str(error)
+        write_text(path, json.dumps(measures, indent=1))
+    return ""
+
+
+def measured(cell: Cell) -> dict[str, Any]:
+    """Return the rows and the answer of each measure."""
+    config = cell.config()
     with job_or_alone(config) as groups:
         run = open_run(cell.folder, config, groups)
         text, chosen = open_text(config, run.tokenizer), config.evaluation
         sample = read_sample(
             text.shards,
             text.splits[SPLITS.index(chosen.eval_split)],
-            tuple(sorted(chosen.eval_lengths)),
+            tuple(sorted(set(chosen.eval_lengths))),
             train_length=config.model.seq_length,
             tokens=chosen.eval_suite_tokens,
             eod=run.tokenizer.eod,
         )
         subject = Subject(run.model, groups, chosen.eval_batch_tokens)
-        subject.tick, subject.loss_fn = lambda tokens: None, run.model
         full_nT = subject.losses(sample.sequences_nT)
         twin_nT = subject.losses(sample.sequences_nT, window=sample.train_length)
         found = [
@@ -101,11 +117,10 @@ def measure(cell: Cell) -> None:
             recall.induction(subject, sample),
             recall.copying(subject, sample),
         ]
-    measures = {
+    return {
         each.name: {"answer": each.answer, "rows": [line.flat() for line in each.rows]}
         for each in found
     }
-    write_text(path, json.dumps(measures, indent=1))
 
 
 def row(cell: Cell) -> dict[str, Any]:
@@ -122,15 +137,10 @@ def row(cell: Cell) -> dict[str, Any]:
         "gain_low": far["taken_low"],
         "gain_high": far["taken_high"],
         "headroom": far["value"],
-        "share": far["taken"] / far["value"],
+        "share": far.get("share", math.nan),  # absent if the pointer surely finds nothing
         "places": len(found["copy"]["answer"]),
         "induction": found["induction"]["answer"],
     }
-
-
-def perplexities(runs: pd.DataFrame) -> list[str]:
-    """Return the names of the columns with a perplexity, from the shortest length."""
-    return [name for name in runs if name.startswith("perplexity_")]
 
 
 def compared(runs: pd.DataFrame) -> pd.DataFrame:
@@ -143,42 +153,46 @@ def compared(runs: pd.DataFrame) -> pd.DataFrame:
     means = values.groupby("method", sort=False)[columns].mean()
     means.insert(0, "seeds", values.groupby("method", sort=False).size())
     means["harmed"] = (means.gain < HARMED_GAIN) | (means.change > HARMED_RISE)
-    fair = values[values.method.map(~means.harmed)]
-    for name, column, reference in (
-        ("gain_p", "gain", None),
-        ("gain_differs_p", "gain", REFERENCE),
-        ("level_differs_p", "level", REFERENCE),
+    every = values[values.method.isin(means.index[means.seeds == SEEDS])]
+    fair = every[~every.method.isin(means.index[means.harmed])]
+    for name, chosen, column, reference in (
+        ("gain_p", fair, "gain", None),
+        ("gain_differs_p", fair, "gain", REFERENCE),
+        ("level_differs_p", every, "level", REFERENCE),
     ):
-        means[name] = p_values(fair.pivot(index="method", columns="seed", values=column), reference)
+        table = chosen.pivot(index="method", columns="seed", values=column)
+        means[name] = p_values(table, reference)
     return means.sort_values("gain", ascending=False).reset_index()
 
 
 def p_values(values: pd.DataFrame, reference: str | None = None) -> pd.Series:
     """Return the p value of each method after Holm's correction, with one variance for all.
 
-    The variance is that of the error in "value = method + seed + error". Methods without a value
-    for each seed are left out.
+    The model is "value = method + seed + error". In a difference of two methods, the seeds cancel.
+    The mean of one method contains the variance of the seeds, so its degrees of freedom are
+    Satterthwaite's. The result is empty without two methods, or without the reference.
 
     Args:
         values: The value of each method (rows) with each seed (columns).
         reference: The test is two-sided: the method's mean differs from that of this method. With
             None, it is one-sided: the mean is above 0.
     """
-    values = values.dropna()
     methods, seeds = values.shape
-    if methods < 2 or seeds < 2 or (reference and reference not in values.index):
+    if methods < 2 or (reference and reference not in values.index):
         return pd.Series(dtype=float)
-    effects = values.sub(values.mean(axis=1), axis=0)
-    errors = effects - effects.mean(axis=0)
-    freedom = (methods - 1) * (seeds - 1)
-    variance = (errors.to_numpy() ** 2).sum() / freedom
     mean = values.mean(axis=1)
+    centred = values.sub(mean, axis=0)
+    of_seeds = centred.mean(axis=0)
+    freedom = (methods - 1) * (seeds - 1)
+    error = float((centred.sub(of_seeds, axis=1) ** 2).to_numpy().sum()) / freedom
     if reference:
-        scaled = (mean - mean[reference]).drop(reference) / math.sqrt(2 * variance / seeds)
+        scaled = (mean - mean[reference]).drop(reference) / math.sqrt(2 * error / seeds)
         found = 2 * t.sf(scaled.abs(), freedom)
     else:
-        scaled = mean / math.sqrt(variance / seeds)
-        found = t.sf(scaled, freedom)
+        parts = float((of_seeds**2).sum()) / (seeds - 1), error * (methods - 1) / methods
+        scaled = mean / math.sqrt(sum(parts) / seeds)
+        share = parts[0] ** 2 / (seeds - 1) + parts[1] ** 2 / freedom
+        found = t.sf(scaled, sum(parts) ** 2 / share)
     return pd.Series(holm(list(found)), index=scaled.index)
 
 
@@ -195,24 +209,6 @@ def gains(runs: pd.DataFrame) -> Any:
     axes.axvline(0, color="grey", lw=1)
     axes.set(xlabel=f"nats per token (below {least:g}: at the edge); line: mean over seeds")
     axes.set_yticks(range(len(means)), means.index)
-    return figure
-
-
-@pictures.in_style()
-def by_length(runs: pd.DataFrame) -> Any:
-    """Draw the mean perplexity by length of each method, in several panels."""
-    columns = perplexities(runs)
-    lengths = [int(name.removeprefix("perplexity_")) for name in columns]
-    means = runs.groupby("method", sort=False)[columns].mean()
-    groups = pictures.divided([*means.sort_values(columns[-1]).iterrows()])
-    figure, plots = pictures.panels("Perplexity by length", len(groups))
-    for axes, group in zip(plots, groups, strict=True):
-        for name, line in group:
-            axes.plot(lengths, line, label=name)
-        axes.set(xlabel="length (tokens)", ylabel="perplexity", xscale="log", yscale="log")
-        pictures.plain_ticks(axes.xaxis, lengths[0], lengths[-1])
-        pictures.plain_ticks(axes.yaxis, *axes.get_ylim())
-    pictures.label_lines(plots)
     return figure
 
 

@@ -72,7 +72,10 @@ def finished_cells(grid: Path) -> Iterator[Cell]:
 
 
 def with_earlier(table: pd.DataFrame, path: Path, axes: Sequence[str]) -> pd.DataFrame:
-    """Return `table` and the rows of the CSV file `path` for other runs, in the order of the axes.
+    """Return `table` and the rows of the CSV file `path` for other runs.
+
+    The rows are ordered by each axis, whose values are in the order in which they first appear, and
+    then by seed.
 
     Args:
         axes: The columns that, with the seed, name a run.
@@ -162,6 +165,29 @@ def decide(table: pd.DataFrame) -> pd.DataFrame:
              "R1": r1, "R2": r2, "passes": r1 and r2 and counts}
         )  # fmt: skip
     return pd.DataFrame(rows)
+
+
+def perplexities(table: pd.DataFrame) -> list[str]:
+    """Return the names of the columns `perplexity_LENGTH`, from the shortest length."""
+    return [name for name in table if name.startswith("perplexity_")]
+
+
+@pictures.in_style()
+def by_length(table: pd.DataFrame, title: str) -> Any:
+    """Draw the mean perplexity by length of each method."""
+    columns = perplexities(table)
+    lengths = [int(name.removeprefix("perplexity_")) for name in columns]
+    means = table.groupby("method", sort=False)[columns].mean()
+    groups = pictures.divided([*means.iterrows()])
+    figure, plots = pictures.panels(title, len(groups))
+    for axes, group in zip(plots, groups, strict=True):
+        for name, row in group:
+            axes.plot(lengths, row, label=name)
+        axes.set(xlabel="length (tokens)", ylabel="perplexity", xscale="log", yscale="log")
+        pictures.plain_ticks(axes.xaxis, lengths[0], lengths[-1])
+        pictures.plain_ticks(axes.yaxis, means.min().min(), means.max().max())
+    pictures.label_lines(plots)
+    return figure
 
 
 @pictures.in_style()

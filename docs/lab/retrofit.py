@@ -22,7 +22,15 @@ from pathlib import Path
 from typing import Any
 
 import pandas as pd
-from recipe import TIMES, finished_cells, found_by_suite, measure, with_earlier
+from recipe import (
+    TIMES,
+    by_length,
+    finished_cells,
+    found_by_suite,
+    measure,
+    perplexities,
+    with_earlier,
+)
 from scipy.stats import t, ttest_1samp
 
 from megatron import pictures
@@ -52,7 +60,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         decided = decide(table)
         decided.to_csv(given.out / "verdicts.csv", index=False, float_format="%.4g")
         print("", decided.to_string(index=False), sep="\n")
-    pictures.save(drawn(table), given.out / "by_length.png")
+    pictures.save(
+        by_length(table, "Perplexity by length after a retrofit"), given.out / "by_length.png"
+    )
     pictures.save(gains(table), given.out / "gain.png")
     return 0
 
@@ -67,12 +77,12 @@ def rows_of(cell: Cell) -> Iterator[dict[str, Any]]:
         folder = cell.folder / ("suite_window" if overrides else "suite")
         measure(cell, folder, overrides)
         found = found_by_suite(folder)
-        by_length = {row["length"]: row["value"] for row in found["by_length"]["rows"]}
+        values = {row["length"]: row["value"] for row in found["by_length"]["rows"]}
         twin = found["pointer"]["rows"][0]
         yield {
             "method": name,
             "seed": cell.seed,
-            **{f"perplexity_{n}": by_length[n] for n in (time * length for time in TIMES)},
+            **{f"perplexity_{n}": values[n] for n in (time * length for time in TIMES)},
             "gain": twin["taken"],
             "gain_low": twin["taken_low"],
             "gain_high": twin["taken_high"],
@@ -105,7 +115,7 @@ def differences(table: pd.DataFrame) -> Iterator[dict[str, Any]]:
 
 def by_seed(table: pd.DataFrame) -> pd.DataFrame:
     """Return 100 times the log perplexity at the longest length, and the gain, by method, seed."""
-    farthest = [name for name in table if name.startswith("perplexity_")][-1]
+    farthest = perplexities(table)[-1]
     rows = table.set_index(["method", "seed"])
     kept = rows[["gain", "gain_low"]]
     return kept.assign(ppl=rows[farthest].map(math.log) * 100)
@@ -161,24 +171,6 @@ def gains(table: pd.DataFrame) -> Any:
     axes.set(xlabel="nats per token, each seed with its 95% interval over documents; line: mean")
     axes.set_yticks(range(len(names)), names)
     axes.invert_yaxis()
-    return figure
-
-
-@pictures.in_style()
-def drawn(table: pd.DataFrame) -> Any:
-    """Draw the mean perplexity by length of each method."""
-    columns = [name for name in table if name.startswith("perplexity_")]
-    lengths = [int(name.removeprefix("perplexity_")) for name in columns]
-    means = table.groupby("method", sort=False)[columns].mean()
-    groups = pictures.divided([*means.iterrows()])
-    figure, plots = pictures.panels("Perplexity by length after a retrofit", len(groups))
-    for axes, group in zip(plots, groups, strict=True):
-        for name, row in group:
-            axes.plot(lengths, row, label=name)
-        axes.set(xlabel="length (tokens)", ylabel="perplexity", xscale="log", yscale="log")
-        pictures.plain_ticks(axes.xaxis, lengths[0], lengths[-1])
-        pictures.plain_ticks(axes.yaxis, means.min().min(), means.max().max())
-    pictures.label_lines(plots)
     return figure
 
 

@@ -55,9 +55,10 @@ class Started:
         self.output = config.parent / "output"
         argv = [*map(str, command), str(ROOT / "train.py"), str(config)]
         environ = os.environ | {"PYTHONPATH": str(ROOT)} | variables
-        self.printed, into = os.pipe()
+        printed, into = os.pipe()
         fcntl.fcntl(into, fcntl.F_SETPIPE_SZ, 4096)
-        with self.output.open("a") as file, open(into, "w") as pipe:
+        self.printed = os.fdopen(printed)
+        with self.output.open("a") as file, os.fdopen(into, "w") as pipe:
             self.process = start_script(
                 argv, (pipe if held else file).fileno(), errors=file.fileno(),
                 cwd=config.parent, environ=environ,
@@ -65,8 +66,8 @@ class Started:
 
     def release(self) -> None:
         """Let the job go on, which prints into `output` from now on."""
-        with self.output.open("a") as output, open(self.printed) as printed:
-            subprocess.Popen(["cat"], stdin=printed, stdout=output)
+        with self.output.open("a") as output, self.printed:
+            subprocess.Popen(["cat"], stdin=self.printed, stdout=output)
 
 
 def srun(rank: int) -> dict[str, str]:
@@ -133,6 +134,7 @@ def jobs(tmp_path_factory):
     finally:
         for job in started:
             job.process.kill()
+            job.printed.close()
     yield folder, codes
 
 

@@ -1,6 +1,8 @@
-"""Run a function on several gloo processes, or a script in one process.
+"""Run a function on several gloo processes, or a command of the project.
 
-All processes are forked from a server process that has already imported DeepSpeed.
+All these processes are forked from a server process that has already imported DeepSpeed. What a
+fork hides are missing imports, variables that are read at import, `sys.path[0]` and the end of an
+interpreter: `tests/test_command_lines.py` and `tests/test_entry.py` start new interpreters.
 """
 
 from __future__ import annotations
@@ -120,21 +122,32 @@ def _rank(rank, world_size, port, results, function, args):
         results.put((rank, traceback.format_exc(), None))
 
 
-def run_script(script: Path, *args: object, cwd: Path, environ: dict[str, str]) -> tuple[int, str]:
-    """Run `python script args...` without the seconds that its imports take.
+def run_script(
+    script: Path, *args: object, cwd: Path, environ: dict[str, str], only: str = ""
+) -> tuple[int, str]:
+    """Run `python script args...` in a forked process, without the seconds that its imports take.
+
+    Args:
+        only: "stdout" or "stderr" returns this stream alone.
 
     Returns:
         The exit code, and stdout and stderr together, without the times of the log's lines.
     """
-    with os.fdopen(os.memfd_create("output"), "r+", errors="replace") as output:
-        argv = [str(script), *map(str, args)]
-        process = start_script(argv, output.fileno(), cwd=cwd, environ=environ)
+    with (
+        os.fdopen(os.memfd_create("output"), "r+", errors="replace") as output,
+        open(os.devnull, "w") as nowhere,
+    ):
+        argv, kept, lost = [str(script), *map(str, args)], output.fileno(), nowhere.fileno()
+        out, errors = (lost if only == other else kept for other in ("stderr", "stdout"))
+        process = start_script(argv, out, errors=errors, cwd=cwd, environ=environ)
         process.join(240)
+        code = process.exitcode
         process.kill()  # does nothing if it has ended
+        process.join()
         output.seek(0)
         text = output.read()
-    assert process.exitcode is not None, text
-    return process.exitcode, untimed(text)
+    assert code is not None, f"not ended after 240 s: {text}"
+    return code, untimed(text)
 
 
 def untimed(text: str) -> str:

@@ -3,12 +3,23 @@
 from __future__ import annotations
 
 import importlib
+import json
 import math
 
 import pandas as pd
 import pytest
+from scipy.stats import t
 
+from megatron.evaluation.suite.all_measures import run_suite
+from tests.helpers.jobs import write_config, write_shards
+from tests.helpers.launch import call
 from tests.helpers.paths import ROOT
+from tools.experiments.grid import read_grid
+
+SMALL = {
+    "train_micro_batch_size_per_gpu": 4, "train_iters": 1, "seq_length": 16, "eval_iters": 0,
+    "split": "50,25,25", "eval_split": "test", "eval_suite_tokens": 512, "eval_tokens": 256,
+}  # fmt: skip
 
 
 @pytest.fixture(name="arena")
@@ -18,19 +29,19 @@ def _arena(monkeypatch):
 
 
 def test_the_arenas_tests_share_one_variance(arena):
-    """The errors of a, b are (1, -1) / 2 and (-1, 1) / 2: variance 1 with one degree of freedom.
+    """The errors are ±0.5, with one degree of freedom: variance 1. The seeds' means are -1 and 1.
 
-    With one degree, a t value T has the one-sided p value atan(1 / T) / pi.
+    So the variance of a value is 2 + 1/2, the mean of both methods' own variances, 0.5 and 4.5.
+    With one degree of freedom, a t value T has the one-sided p value atan(1 / T) / pi.
     """
     values = pd.DataFrame({1: [3.0, 0.0], 2: [4.0, 3.0]}, index=["a", "b"])
-    one = [math.atan(1 / (mean / math.sqrt(1 / 2))) / math.pi for mean in (3.5, 1.5)]
+    freedom = 2.5**2 / (2**2 + 0.5**2)
+    one = [t.sf(mean / math.sqrt(2.5 / 2), freedom) for mean in (3.5, 1.5)]
     found = arena.p_values(values)
     assert found["a"] == pytest.approx(2 * one[0]) and found["b"] == pytest.approx(one[1])
     [other] = arena.p_values(values, "b").items()
     assert other == ("a", pytest.approx(2 * math.atan(1 / 2.0) / math.pi))
     assert arena.p_values(values.iloc[:1]).empty and arena.p_values(values, "absent").empty
-    missing = values.assign(**{"2": [1.0, math.nan]}).set_axis([1, 2, 3], axis=1)
-    assert arena.p_values(missing).empty  # only one method has every seed
 
 
 def arena_run(method, seed, gain, first=10.0, last=9.0):
@@ -48,26 +59,57 @@ def test_a_harmed_method_takes_no_part_in_the_arenas_tests(arena):
         arena_run(name, seed, gain + seed / 1000 * (1 + place), last=last)
         for place, (name, gain, last) in enumerate(
             [("kerple_log", 0.02, 9.0), ("alibi", 0.0, 10.4), ("low", -0.07, 9.0),
-             ("rises", 0.03, 10.6)]
+             ("rises", 0.03, 10.6), ("short", 0.01, 9.0)]
         )
-        for seed in (1, 2, 3)
+        for seed in (1, 2, 3) if (name, seed) != ("short", 3)
     ]  # fmt: skip
     runs = pd.DataFrame(rows)
+    runs.loc[(runs.method == "alibi") & (runs.seed == 2), "perplexity_128"] = 10.1
     found = arena.compared(runs).set_index("method")
-    assert found.index.tolist() == ["rises", "kerple_log", "alibi", "low"]
+    assert found.index.tolist() == ["rises", "kerple_log", "short", "alibi", "low"]
     assert found.harmed.to_dict() == {
-        "rises": True, "kerple_log": False, "alibi": False, "low": True
+        "rises": True, "kerple_log": False, "short": False, "alibi": False, "low": True
     }  # fmt: skip
-    assert found.gain["kerple_log"] == pytest.approx(0.022) and set(found.seeds) == {3}
+    assert found.gain["kerple_log"] == pytest.approx(0.022) and found.seeds["short"] == 2
     assert found.share["kerple_log"] == pytest.approx(0.11)
     assert found.change["rises"] == pytest.approx(math.log(1.06))
-    assert found.level["alibi"] == pytest.approx(math.log(10))
+    assert found.level["alibi"] == pytest.approx(math.log(10) * 2 / 3 + math.log(10.1) / 3)
     fair = runs[runs.method.isin(["kerple_log", "alibi"])]
     alone = arena.p_values(fair.pivot(index="method", columns="seed", values="gain"))
     assert found.gain_p.dropna().to_dict() == pytest.approx(alone.to_dict())
     assert found.gain_differs_p.dropna().index.tolist() == ["alibi"]
-    for picture in (arena.gains(runs), arena.by_length(runs)):
-        assert picture.axes
+    assert found.level_differs_p.dropna().index.tolist() == ["rises", "alibi", "low"]
+    (axes,) = arena.gains(runs).axes
+    assert [label.get_text() for label in axes.get_yticklabels()] == found.index[::-1].tolist()
+    harmed = arena.compared(runs.assign(gain=runs.gain - 0.08 * (runs.method == "kerple_log")))
+    assert harmed.gain_differs_p.isna().all() and harmed.level_differs_p.notna().sum() == 3
+
+
+def test_a_run_is_measured_as_the_suite_measures_it(arena, tmp_path):
+    """On an untrained model of the quickstart's size; the values are those of the suite."""
+    grid = {
+        "runs": str(tmp_path / "runs"), "seeds": [1], "lengths": [16, 64],
+        "configs": [str(write_config(tmp_path / "c.yml", write_shards(tmp_path), **SMALL))],
+        "axes": {"embedding": ["kerple_log"]}, "overrides": {"pos_emb": "{embedding}"},
+    }  # fmt: skip
+    (tmp_path / "grid.yml").write_text(json.dumps(grid))
+    call("tools/sweep.py", tmp_path / "grid.yml")
+    (cell,) = read_grid(tmp_path / "grid.yml").cells
+    given = [str(tmp_path / "grid.yml"), "--out", str(tmp_path / "out")]
+    assert arena.main(given) == 0 and arena.main(given) == 0
+    [run] = pd.read_csv(tmp_path / "out" / "runs.csv").to_dict("records")
+    suite = run_suite(cell.config(), cell.folder)
+    found = {measure.name: measure for measure in suite.measures}
+    far = found["pointer"].rows[0].flat()
+    assert (run["method"], run["seed"], run["documents"]) == ("kerple_log", 1, far["documents"])
+    assert run["gain"] == pytest.approx(far["taken"], rel=1e-4, abs=1e-9)
+    assert run["headroom"] == pytest.approx(far["value"], rel=1e-4)
+    perplexities = [run["perplexity_16"], run["perplexity_64"]]
+    of_suite = [row.estimate.value for row in found["by_length"].rows]
+    assert perplexities == pytest.approx(of_suite, rel=1e-4)
+    assert run["places"] == len(found["copy"].answer)
+    assert run["induction"] == found["induction"].answer
+    assert (tmp_path / "out" / "by_length.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_rows_of_runs_that_are_measured_earlier_stay_in_order(arena, tmp_path):

@@ -193,7 +193,7 @@ def test_the_pictures_of_the_retrofits_show_every_method():
     (axes,) = retrofit.gains(table).axes
     assert [label.get_text() for label in axes.get_yticklabels()] == ["rotary_kerple_log", "window"]
     assert len(axes.containers) == 6
-    (axes,) = retrofit.drawn(table).axes
+    (axes,) = retrofit.by_length(table, "title").axes
     assert [line.get_ydata().tolist() for line in axes.lines[:2]] == [[10, 3], [10, 6]]
 
 
