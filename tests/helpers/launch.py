@@ -1,8 +1,8 @@
 """Run a function on several gloo processes, or a command of the project.
 
-All these processes are forked from a server process that has already imported DeepSpeed. What a
-fork hides are missing imports, variables that are read at import, `sys.path[0]` and the end of an
-interpreter: `tests/test_command_lines.py` and `tests/test_entry.py` start new interpreters.
+All these processes are forked from a server process that has already imported DeepSpeed. A
+fork hides missing imports, variables that are read at import, Python's import path and the end of
+an interpreter: `tests/test_command_lines.py` and `tests/test_entry.py` start new interpreters.
 """
 
 from __future__ import annotations
