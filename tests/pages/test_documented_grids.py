@@ -242,6 +242,30 @@ def test_the_doses_of_the_second_study():
     assert f"it loses {-first.gain:.3f}." in measured
 
 
+def test_alibi_beside_kerple_log_in_the_second_study():
+    """The t interval of three pairs: 4.3027 standard errors to either side."""
+    text = one_line(ROOT / "docs" / "lab" / "plan_recipe.md")
+    found = pd.read_csv(ROOT / "docs" / "results" / "recipe_dose" / "recipes.csv")
+    doses = found[found.embedding == "alibi"].groupby("dose")[["gain", "share", "change"]].mean()
+    shown = rows(
+        ROOT / "docs/lab/plan_recipe.md", "Step 2: dose and response", "| steps | gain G of"
+    )
+    for row, dose in zip(shown, doses.itertuples(), strict=True):
+        told = [f"{dose.Index:,}", f"{dose.gain:+.4f}", f"{dose.share:.0%}", f"{dose.change:.0%}"]
+        assert list(row.values()) == told
+    found = found[found.dose == 5600].set_index("seed")
+    assert len(found) == 6
+    log, alibi = (found[found.embedding == name] for name in ("kerple_log", "alibi"))
+    more = log.gain - alibi.gain
+    half = 4.3027 * more.std() / 3**0.5
+    interval = f"95% interval {more.mean() - half:.4f} to {more.mean() + half:.4f})"
+    assert f"larger by {more.mean():.4f} nats (paired by seed, {interval}" in text
+    places = [{cell.count("[") - 1 for cell in each["copy"]} for each in (alibi, log)]
+    assert places == [{7}, {9}] and "from seven of the nine places, `kerple_log` from all" in text
+    assert {*alibi.induction} == {512} and {*log.induction} == {1024}
+    assert "up to 512 tokens with `alibi` and 1,024 with `kerple_log`" in text
+
+
 def test_the_screening_of_the_second_study():
     """The page has the mean share of each recipe, and the recipe with the largest is chosen."""
     text = one_line(ROOT / "docs" / "lab" / "plan_recipe.md")
