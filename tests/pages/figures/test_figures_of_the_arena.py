@@ -1,0 +1,89 @@
+"""Test that the plan of the arena says what its grids and its script do."""
+
+from __future__ import annotations
+
+import csv
+import re
+
+import pandas as pd
+
+from tests.helpers.paths import ROOT
+from tests.pages.figures.held import constant, grid, says
+
+LAB = ROOT / "docs" / "lab"
+PAGE = "lab/plan_arena"
+DOSES = pd.read_csv(ROOT / "docs/results/recipe_dose/verdicts.csv")
+
+
+def families() -> list[dict[str, str]]:
+    with (LAB / "tables" / "arena_families.csv").open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def axis(name: str, text: str) -> str:
+    """The name of a method in a grid: `log_n+bam` for "log_n + bam with `temper_bias`"."""
+    found = text.partition(" with ")[0].replace(" ", "")
+    assert found in grid(name).about.axes["embedding"], text
+    return found
+
+
+def test_each_method_has_one_family_with_a_searched_rate():
+    members = [axis("arena", each) for row in families() for each in row["methods"].split(", ")]
+    assert sorted(members) == sorted(grid("arena").about.axes["embedding"])
+    searched = [axis("arena_rates", row["searched with"]) for row in families()]
+    assert searched == [*dict.fromkeys(searched)]
+    assert sorted(searched) == sorted(grid("arena_rates").about.axes["embedding"])
+
+
+def test_the_options_that_depend_on_a_length_are_those_of_the_training_length():
+    for cell in grid("arena").cells:
+        model = cell.config().model
+        options = model.pos_emb_options
+        if "fire" in cell.axes["embedding"]:
+            assert options == {"length": model.seq_length}
+        if "log_n" in cell.axes["embedding"]:
+            assert options["log_n"]["length"] == model.seq_length
+            assert ("bam" in model.pos_emb) == bool(options["log_n"].get("temper_bias"))
+        assert model.rpe_max_distance * 4 == model.seq_length
+
+
+def test_the_plan_has_the_figures_of_its_grids():
+    arena, rates = grid("arena"), grid("arena_rates")
+    config = arena.cells[0].config()
+    w, batch = config.model.seq_length, config.batch.train_batch_size
+    steps, few = int(arena.variables["steps"]), int(rates.variables["steps"])
+    methods, seeds = len(arena.about.axes["embedding"]), arena.about.seeds
+    longest, tried = max(arena.about.lengths), rates.about.axes["lr"]
+    harmed = constant("docs/lab/arena.py", "HARMED_GAIN")
+    (rise,) = re.findall(r"HARMED_RISE = math.log\(1\.(\d+)\)", (LAB / "arena.py").read_text())
+    sums = [name for name in arena.about.axes["embedding"] if "+" in name]
+    gains = DOSES[DOSES.embedding == "kerple_log"].set_index("dose").gain
+    assert len(sums) == 5 and gains[700] < 0 and steps == 4 * few
+    assert len(seeds) == constant("docs/lab/arena.py", "SEEDS") == 3
+    says(
+        PAGE,
+        f"after {gains.index[0]} steps its windowed twin is better, after {steps:,} steps distant"
+        f" text gains {gains[steps]:.3f} nats, after 2,800 steps {gains[2800]:.3f}.",
+        f"The arena takes {steps:,} steps, because more steps for {methods} methods do not",
+        f"a gain after {steps:,} steps is not certain",
+        f"`length` of `fire` and `log_n` is {w}, and T5's last bucket begins at"
+        f" {config.model.rpe_max_distance}, a quarter",
+        f"{tried[0]}, {tried[1]} and {tried[2]}, {few} steps, one seed ({rates.about.seeds[0]})",
+        f"the validation split at {w} tokens is taken",
+        f"the best may be {tried[0]} or {tried[-1]}. Of two",
+        f"{few} steps are a quarter of the arena's, so the rate need not be the best for {steps:,}",
+        f"{methods} methods, seeds {seeds[0]} to {seeds[-1]}, which",
+        f"W = {w}, {w * batch:,} tokens a step, bf16, Muon), with {steps:,} steps.",
+        f"on targets with more than {w} tokens before them, in sequences of {longest:,} tokens |",
+        f"finds beyond {w} tokens |",
+        f"perplexity at {longest:,} tokens divided by that at {w}, on",
+        f"| level | logarithm of the perplexity at {w} tokens |",
+        f"mean gain is below {harmed} nats, or whose mean perplexity rises by more than"
+        f" {int(rise)}% up to {longest:,} tokens",
+        f"the error has {len(seeds) - 1} (M − 1) degrees of freedom",
+        f"searched with one member of its family, for {few} steps",
+        f"| 1 | {len(rates.cells)} of {few} steps |",
+        f"| 2 | {len(arena.cells)} of {steps:,} steps |",
+        f"| 3 | {len(arena.cells)} measured |",
+        "there is no family 2.", "Holm correction at 5%:", "each method is above 0 (one-sided)",
+    )  # fmt: skip
