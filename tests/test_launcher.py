@@ -154,15 +154,15 @@ def test_only_rank_0_says_why(environ):
         launcher.join()
 
 
-def call(*arguments, **variables):
-    environ = os.environ | variables
-    return run_script(ROOT / "train.py", CONFIG, "--check", *arguments, cwd=ROOT, environ=environ)
+def call(*arguments, only="stderr", **variables):
+    given = [ROOT / "train.py", CONFIG, "--check", *arguments]
+    return run_script(*given, cwd=ROOT, environ=os.environ | variables, only=only)
 
 
 def test_a_check_joins_no_job(environ):
     # No store is open at this address: a process that joined would wait for it.
     job = STEP | TORCHRUN | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "9", "WORLD_SIZE": "6"}
-    code, text = call(**job)
+    code, text = call(only="stdout", **job)
     assert code == 0 and "world_size" in text and " 6 " in text, text
     code, text = call("-o", "hidden_size=x", **job)
     assert code == 2 and text.startswith("1 problem in the configuration:"), text

@@ -137,7 +137,7 @@ def row(cell: Cell) -> dict[str, Any]:
         "gain_low": far["taken_low"],
         "gain_high": far["taken_high"],
         "headroom": far["value"],
-        "share": far.get("share", math.nan),  # absent if the pointer surely finds nothing
+        "share": far.get("share", math.nan),  # absent if the headroom's interval contains 0
         "places": len(found["copy"]["answer"]),
         "induction": found["induction"]["answer"],
     }
@@ -191,8 +191,8 @@ def p_values(values: pd.DataFrame, reference: str | None = None) -> pd.Series:
     else:
         parts = float((of_seeds**2).sum()) / (seeds - 1), error * (methods - 1) / methods
         scaled = mean / math.sqrt(sum(parts) / seeds)
-        share = parts[0] ** 2 / (seeds - 1) + parts[1] ** 2 / freedom
-        found = t.sf(scaled, sum(parts) ** 2 / share)
+        squares = parts[0] ** 2 / (seeds - 1) + parts[1] ** 2 / freedom
+        found = t.sf(scaled, sum(parts) ** 2 / squares)
     return pd.Series(holm(list(found)), index=scaled.index)
 
 

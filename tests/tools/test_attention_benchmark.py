@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 
 import pytest
 import torch
@@ -13,15 +14,24 @@ from benchmarks.attention_gpu import interleaved, plan, spread
 from benchmarks.attention_report import compared, markdown
 from benchmarks.attention_tiles import Search, neighbours, row_text
 from megatron.kernels.tile_sizes import TABLE, Tile, TileSizes, sizes
-from tests.helpers.launch import call
+from tests.helpers.launch import run_script
+from tests.helpers.paths import ROOT
 
 TINY = ("--device", "interpreter", "--dtype", "fp32", "--heads", "1", "--head-sizes", "16",
         "--lengths", "16", "--tokens", "16", "--repeats", "1")  # fmt: skip
 
 
+def benchmark(*options: object) -> str:
+    """Run the benchmark, and return its stdout."""
+    script, environ = ROOT / "benchmarks" / "attention.py", dict(os.environ)
+    code, text = run_script(script, *options, cwd=ROOT, environ=environ, only="stdout")
+    assert code == 0, text
+    return text
+
+
 def test_a_run_in_the_interpreter(tmp_path):
     only = ("--only", "kerple_log", "flash", "efficient", "published", "table")
-    text = call("benchmarks/attention.py", *TINY, *only, "--out", str(tmp_path))
+    text = benchmark(*TINY, *only, "--out", tmp_path)
     report = json.loads((tmp_path / "attention_gpu.json").read_text())
     rows = {row["variant"]: row for row in report["timings"] if row["group"] == 0}
     grouped = {"fused kerple_log, group 4", "fused kerple_log, one key head"}
@@ -151,8 +161,7 @@ def test_the_search_walks_to_the_best_tile():
 
 def test_a_search_in_the_interpreter(tmp_path):
     """The time is up as soon as the committed tiles of every pass have been timed."""
-    limit = ("--tiles", "--minutes", "0.001")
-    shown = call("benchmarks/attention.py", *TINY, *limit, "--out", tmp_path)
+    shown = benchmark(*TINY, "--tiles", "--minutes", "0.001", "--out", tmp_path)
     page = (tmp_path / "attention_tiles.md").read_text()
     committed = row_text((4, 16, False), TileSizes(*[Tile(16, 16, 4, 1)] * 4))
     assert committed + "  # the time was up" in page and page in shown

@@ -35,7 +35,7 @@ def leave_the_job():
 
 
 def command(*args: object, cwd: Path = ROOT) -> tuple[int, str]:
-    """Run the tool: its exit code, and what it prints on stdout."""
+    """Run the tool, and return its exit code and its stdout."""
     script = ROOT / "tools" / "check_parity.py"
     return run_script(script, *args, cwd=cwd, environ=dict(os.environ), only="stdout")
 
