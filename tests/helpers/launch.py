@@ -36,6 +36,7 @@ PRELOADED = [
     "megatron.pretraining.run",
     "megatron.evaluation.by_length",
     "torch._dynamo",  # ZeRO-3 and torch.compile import it
+    "deepspeed.module_inject.auto_ep_layer",  # DeepSpeed imports it when it builds an engine
     "pytest",
     "hypothesis.strategies",
     "tests.helpers.jobs",  # imports pandas
