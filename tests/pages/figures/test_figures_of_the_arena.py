@@ -47,6 +47,33 @@ def test_the_options_that_depend_on_a_length_are_those_of_the_training_length():
         assert model.rpe_max_distance * 4 == model.seq_length
 
 
+def test_each_method_has_the_rate_that_was_best_for_its_family():
+    found = pd.read_csv(ROOT / "docs/results/arena_rates/results.csv")
+    found = found[(found.metric == "perplexity") & (found.length == 128)]
+    assert len(found) == len(grid("arena_rates").cells)
+    of_rate = found.pivot(index="embedding", columns="lr", values="value")
+    rates = {name: float(name) for name in grid("arena_rates").about.axes["lr"]}
+    with (LAB / "tables" / "arena_rates.csv").open(newline="") as file:
+        table = {row.pop("family"): row for row in csv.DictReader(file)}
+    cells = {cell.axes["embedding"]: cell.config() for cell in grid("arena").cells}
+    taken = []
+    for row in families():
+        tried = of_rate.loc[axis("arena_rates", row["searched with"])]
+        best = min(rates, key=lambda name: (tried[rates[name]], rates[name]))
+        shown = {name: f"{tried[rate]:.2f}" for name, rate in rates.items()}
+        assert table[row["family"]] == shown | {"taken": best}
+        for each in row["methods"].split(", "):
+            assert cells[axis("arena", each)].optimizer.lr == rates[best], each
+        taken.append(best)
+    assert len(taken) == len(table) == 13 and taken.count("16e-3") == 12
+    gaussian = of_rate.loc["gaussian"]
+    says(
+        PAGE,
+        "Twelve families take 16e-3. The Gaussian takes 32e-3, which is"
+        f" {gaussian[0.016] - gaussian[0.032]:.2f} better than 16e-3. It may prefer",
+    )
+
+
 def test_the_plan_has_the_figures_of_its_grids():
     arena, rates = grid("arena"), grid("arena_rates")
     config = arena.cells[0].config()
