@@ -5,7 +5,7 @@ from typing import Any
 PREFIX = "builtin:"
 CORPUS = "builtin:python-stdlib"
 """The `data_path` that selects Python's standard library as corpus. It needs no data file."""
-TASKS = ("addition", "copy", "modular", "mqar", "parity", "reverse", "sort")
+TASKS = ("addition", "copy", "modular", "mqar", "parity", "reverse", "sort", "unique_copy")
 """The names of the length tasks in `megatron.data.tasks`. Their `data_path` is builtin:NAME."""
 TASK_TOKENIZER = "TaskTokenizer"
 """The tokenizer of every length task. `load_config` selects it if the user names no tokenizer."""

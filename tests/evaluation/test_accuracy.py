@@ -216,7 +216,7 @@ def test_a_pipeline_says_what_to_run_instead(tmp_path):
 def test_a_run_refuses_a_length_before_it_trains(tmp_path):
     keys = KEYS | {"task_options": {"keys": 8, "max_length": 4}, "eval_lengths": [4, 9]}
     config = load_config([write_config(tmp_path / "config.yml", "builtin:mqar", **keys)])
-    with pytest.raises(TaskError, match="mqar has no examples of length 9: task_options allow 8"):
+    with pytest.raises(TaskError, match="mqar has no examples of length 9: task_options.keys is 8"):
         JobData(config, SimpleNamespace(data_rank=0, data_size=1))
 
 

@@ -62,11 +62,13 @@ class Task(ABC):
         name: The name of the task in `data_path: builtin:NAME`.
         min_length: The shortest length in training.
         max_length: The longest length in training.
+        limit: The name of the option that is the largest possible length, or None.
     """
 
     # All lengths from `min_length` to `max_length` are equally frequent.
 
     name: ClassVar[str]
+    limit: ClassVar[str | None] = None
     min_length: int = option(1)
     max_length: int = option(20)
 
@@ -79,11 +81,6 @@ class Task(ABC):
     def example(self, rng: np.random.Generator, length: int) -> Example:
         """Draw an example. The number of its tokens depends on `length` alone."""
 
-    @property
-    def longest(self) -> int | None:
-        """The largest length that the options allow, or None if there is no largest length."""
-        return None
-
     @cached_property
     def tokenizer(self) -> TaskTokenizer:
         """The tokenizer of the task's vocabulary."""
@@ -95,10 +92,11 @@ class Task(ABC):
         Raises:
             TaskError: The task's options do not allow this length.
         """
-        if self.longest is not None and length > self.longest:
+        most = getattr(self, self.limit) if self.limit else length
+        if length > most:
             raise TaskError(
-                f"{self.name} has no examples of length {length}: task_options allow "
-                f"{self.longest} ({self})"
+                f"{self.name} has no examples of length {length}: task_options.{self.limit} is "
+                f"{most}; raise it, or lower the lengths"
             )
 
     def row(self, rng: np.random.Generator, length: int) -> np.ndarray:

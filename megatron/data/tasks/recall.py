@@ -18,6 +18,7 @@ class Recall(Task):
     # Therefore n is at most `keys`. Values may occur several times.
 
     name = "mqar"
+    limit = "keys"
     keys: int = option(64)
     values: int = option(16, least=2)
 
@@ -25,10 +26,6 @@ class Recall(Task):
     def words(self) -> tuple[str, ...]:
         keys, values = range(self.keys), range(self.values)
         return (ASKED, *(f"k{i}" for i in keys), *(f"v{i}" for i in values))
-
-    @property
-    def longest(self) -> int:
-        return self.keys
 
     def example(self, rng: np.random.Generator, length: int) -> Example:
         keys = rng.choice(self.keys, length, replace=False).tolist()

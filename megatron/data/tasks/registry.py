@@ -8,11 +8,11 @@ from megatron.data.errors import TaskError
 from megatron.data.tasks.arithmetic import Addition, Modular, Parity
 from megatron.data.tasks.base import Task
 from megatron.data.tasks.recall import Recall
-from megatron.data.tasks.strings import Copy, Reverse, Sort
+from megatron.data.tasks.strings import Copy, Reverse, Sort, UniqueCopy
 from megatron.suggest import did_you_mean
 
 TASKS: dict[str, type[Task]] = {
-    task.name: task for task in (Addition, Copy, Modular, Recall, Parity, Reverse, Sort)
+    each.name: each for each in (Addition, Copy, Modular, Recall, Parity, Reverse, Sort, UniqueCopy)
 }
 
 
@@ -48,7 +48,5 @@ def build_task(name: str, options: Mapping[str, Any]) -> Task:
     if task.min_length > task.max_length:
         text = f"min_length {task.min_length} is above max_length {task.max_length}"
         raise TaskError(f"task_options: {text}; raise max_length")
-    if task.longest is not None and task.max_length > task.longest:
-        text = f"max_length {task.max_length} is above {task.longest}, the number of keys"
-        raise TaskError(f"task_options: {text}; lower it, or raise keys")
+    task.require(task.max_length)
     return task

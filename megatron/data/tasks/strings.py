@@ -1,7 +1,8 @@
-"""Tasks that rearrange a row of n symbols: `copy`, `reverse` and `sort`.
+"""Tasks that rearrange a row of n symbols: `copy`, `unique_copy`, `reverse` and `sort`.
 
 Deletang et al. (2022, arXiv 2207.02098) and Kazemnejad et al. (2023, arXiv 2305.19466) use these
-tasks to study length generalization. The symbols are drawn independently and uniformly.
+tasks to study length generalization. The symbols are drawn independently and uniformly, except in
+`unique_copy`, where all differ (Huang et al. 2024, arXiv 2410.02140).
 """
 
 from collections.abc import Callable
@@ -23,7 +24,8 @@ class _Rearranged(Task):
         return (ASKED, *numbers(self.symbols))
 
     def example(self, rng: np.random.Generator, length: int) -> Example:
-        drawn = rng.integers(self.symbols, size=length).tolist()
+        # A task with a limit draws without repetition.
+        drawn = rng.choice(self.symbols, length, replace=self.limit is None).tolist()
         return question(list(map(str, drawn)), list(map(str, self.rearranged(drawn))))
 
 
@@ -33,6 +35,15 @@ class Copy(_Rearranged):
 
     name = "copy"
     rearranged = staticmethod(lambda drawn: drawn)
+
+
+@dataclass(frozen=True)
+class UniqueCopy(Copy):
+    """The task of repeating a row of n symbols, all of which are different."""
+
+    name = "unique_copy"
+    limit = "symbols"
+    symbols: int = option(100, least=2)
 
 
 @dataclass(frozen=True)

@@ -50,17 +50,19 @@ def row_of(task, where: tuple[int, int]) -> np.ndarray:
     return task.row(np.random.default_rng(seed), length)
 
 
-@pytest.mark.parametrize("name", ["copy", "reverse", "sort"])
+@pytest.mark.parametrize("name", ["copy", "reverse", "sort", "unique_copy"])
 @given(where=drawn, symbols=st.integers(2, 30))
 def test_rearranged_rows(name, where, symbols):
-    task = build_task(name, {"symbols": symbols})
+    unique = name == "unique_copy"
+    task = build_task(name, {"symbols": symbols + 30 * unique, "max_length": 2})
     asked, answer = halves(task, row_of(task, where))
-    assert len(asked) == where[1] and all(0 <= int(word) < symbols for word in asked)
+    assert len(asked) == where[1] and all(0 <= int(word) < task.symbols for word in asked)
+    assert not unique or len(set(asked)) == len(asked)
     if name == "sort":
         assert Counter(asked) == Counter(answer)
         assert all(int(a) <= int(b) for a, b in zip(answer, answer[1:], strict=False))
     else:
-        assert answer == (asked if name == "copy" else asked[::-1])
+        assert answer == (asked[::-1] if name == "reverse" else asked)
 
 
 @given(where=drawn, steps=st.booleans())
@@ -167,7 +169,12 @@ def test_the_identity_changes_with_options_and_content(monkeypatch):
         ("sort", {"symbols": 1}, "symbols: 1 is not a whole number of at least 2"),
         ("parity", {"steps": 1}, "task_options.steps: 1 is not true or false"),
         ("parity", {"min_length": 21}, "min_length 21 is above max_length 20; raise max_length"),
-        ("mqar", {"max_length": 65}, "max_length 65 is above 64, the number of keys; lower it"),
+        ("mqar", {"max_length": 65}, "mqar has no examples of length 65: task_options.keys is 64"),
+        (
+            "unique_copy",
+            {"symbols": 19},
+            "unique_copy has no examples of length 20: task_options.symbols is 19; raise it",
+        ),
     ],
 )
 def test_mistakes_in_options(name, options, text):
@@ -179,7 +186,7 @@ def test_mistakes_in_options(name, options, text):
 def test_lengths_that_do_not_fit():
     with pytest.raises(TaskError, match=r"copy of length 20 has 40 inputs; write seq_length: 40,"):
         TaskSamples(build_task("copy", {}), 4, 39, 0, "valid")
-    with pytest.raises(TaskError, match="mqar has no examples of length 65: task_options allow 64"):
+    with pytest.raises(TaskError, match=r"mqar has no .* 65: task_options.keys is 64; raise it"):
         examples_at(build_task("mqar", {}), 65, 2)
 
 

@@ -50,8 +50,8 @@ def test_the_options_of_the_length_tasks():
     found = pd.read_csv(ROOT / "docs/length_tasks/crosses.csv")
     sums = sum("+" in name for name in found["embedding"].unique())
     count, tasks = found["embedding"].nunique() - sums, found["task"].nunique()
-    counts = f"{word(count)} embeddings and {word(sums)} sums of embeddings on all {word(tasks)}"
-    says("length_tasks", f"compares {counts} tasks.")
+    counts = f"{word(count)} embeddings and {word(sums)} sums of embeddings on {word(tasks)} tasks"
+    says("length_tasks", f"compares {counts}, most with one seed")
 
 
 def test_operations_of_a_token():

@@ -112,5 +112,31 @@ def test_the_plan_has_the_figures_of_its_grids():
         f"| 1 | {len(rates.cells)} of {few} steps |",
         f"| 2 | {len(arena.cells)} of {steps:,} steps |",
         f"| 3 | {len(arena.cells)} measured |",
+        f"| 4 | {len(grid('arena_tasks').cells)} of 2,000 steps |",
         "there is no family 2.", "Holm correction at 5%:", "each method is above 0 (one-sided)",
     )  # fmt: skip
+
+
+def test_the_tasks_with_a_prediction():
+    about, cells = grid("arena_tasks").about, grid("arena_tasks").cells
+    configs = {cell.axes["task"]: cell.config() for cell in cells}
+    tasks = {name: each.data for name, each in configs.items()}
+    options = {name: each.task_options for name, each in tasks.items()}
+    (longest,) = {each["max_length"] for each in options.values()}
+    (steps,) = {each.training.train_iters for each in configs.values()}
+    symbols = options["unique_copy"]["symbols"]
+    assert tasks["copy"].data_path == tasks["copy_64"].data_path == "builtin:copy"
+    assert options["copy"] | {"symbols": symbols} == options["copy_64"] == options["unique_copy"]
+    with (LAB / "tables" / "arena_tasks.csv").open(newline="") as file:
+        table = {row["task"]: row["examples"] for row in csv.DictReader(file)}
+    assert [*table] == [*about.axes["task"]]
+    assert table["unique_copy"] == f"rows of different numbers below {symbols}"
+    assert table["copy_64"] == f"rows of numbers below {symbols}, which may recur"
+    says(
+        PAGE,
+        f"eight embeddings on four [length tasks](../length_tasks.md), trained at lengths 1 to"
+        f" {longest} for {steps:,} steps, seeds {about.seeds[0]} to {about.seeds[-1]}.",
+        f"at length {about.lengths[0]} are entirely right",
+        f"right at length {about.lengths[1]} as at length {about.lengths[0]}; both",
+    )
+    assert (len(about.axes["embedding"]), len(table)) == (8, 4)

@@ -25,6 +25,7 @@ COUNTS = {
     "stand_in_fused.yml": 10, "stand_in_terms.yml": 45, "length_tasks.yml": 231,
     "recipe_screen.yml": 8, "recipe_constant.yml": 12, "recipe_dose.yml": 48,
     "retrofit_base.yml": 3, "retrofit.yml": 27, "arena_rates.yml": 39, "arena.yml": 72,
+    "arena_tasks.yml": 96,
     "seconds_per_step.yml": 10, "wikitext103.yml": 6,
 }  # fmt: skip
 RETROFITS = {
@@ -57,7 +58,10 @@ def test_every_grid_is_counted():
         assert len(found) == len({cell.name for cell in found}) == count
 
 
-@pytest.mark.parametrize("name", sorted(COUNTS.keys() - {"released.yml", "length_tasks.yml"}))
+TASK_GRIDS = {"length_tasks.yml", "arena_tasks.yml"}
+
+
+@pytest.mark.parametrize("name", sorted(COUNTS.keys() - TASK_GRIDS - {"released.yml"}))
 def test_every_cell_composes(name):
     found = cells(name)
     for cell in [cell for cell in found if cell.seed == found[0].seed]:
@@ -123,7 +127,7 @@ def test_the_papers_numbers_cover_its_tables():
         assert all(by_row.keys() == rows for by_row in numbers[name].values())
 
 
-@pytest.mark.parametrize("name", ["stand_in_terms.yml", "arena.yml", "length_tasks.yml"])
+@pytest.mark.parametrize("name", ["stand_in_terms.yml", "arena.yml", *sorted(TASK_GRIDS)])
 def test_the_terms_can_be_trained(name):
     found = {cell.axes["embedding"]: cell for cell in cells(name)}
     for embedding, cell in found.items():
