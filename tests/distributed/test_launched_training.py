@@ -2,8 +2,9 @@
 
 All jobs run at once, because most of their time is imports. A job that meets a fault prints into a
 pipe of one page that nobody reads before the fault. So it waits in `print`, after some 25 steps,
-and cannot end before its fault, however fast or slow the machine is. The launchers and srun's tasks
-are forked from a process that has done the imports; the launchers' ranks are new processes.
+and cannot end before its fault, however fast or slow the machine is. torchrun, its ranks and srun's
+tasks are forked from a process that has done the imports. The ranks that `train.py` itself starts
+are new interpreters.
 """
 
 from __future__ import annotations
@@ -17,7 +18,6 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-import psutil
 import pytest
 import torch.distributed.run
 
@@ -63,6 +63,11 @@ class Started:
                 argv, (pipe if held else file).fileno(), errors=file.fileno(),
                 cwd=config.parent, environ=environ,
             )  # fmt: skip
+
+    def ranks(self) -> list[int]:
+        """The processes of the ranks that a torchrun has started."""
+        path = self.output.with_name(f"ranks-{self.process.pid}")
+        return list(map(int, path.read_text().split()))
 
     def release(self) -> None:
         """Let the job go on, which prints into `output` from now on."""
@@ -117,15 +122,15 @@ def jobs(tmp_path_factory):
     until = time.monotonic() + PATIENCE
     try:
         wait_for((folder / "killed" / "run" / "latest").exists, killed, until)
-        psutil.Process(killed.process.pid).children()[1].kill()
+        os.kill(killed.ranks()[1], signal.SIGKILL)
         killed.release()
         wait_for((folder / "left" / "run" / "latest").exists, left, until)
         left.process.terminate()
         wait_for(lambda: "leaving after this step" in left.output.read_text(), left, until)
         left.release()
         wait_for((folder / "shrinks" / "run" / "latest").exists, shrinks[0], until)
-        for process in [shrinks[1].process, *psutil.Process(shrinks[1].process.pid).children()]:
-            process.kill()
+        for process in (shrinks[1].process.pid, *shrinks[1].ranks()):
+            os.kill(process, signal.SIGKILL)
         for job in shrinks:
             job.release()
         for job in started:

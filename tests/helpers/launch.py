@@ -1,8 +1,8 @@
 """Run a function on several gloo processes, or a command of the project.
 
-All these processes are forked from a server process that has already imported DeepSpeed. A
-fork hides missing imports, variables that are read at import, Python's import path and the end of
-an interpreter: `tests/test_command_lines.py` and `tests/test_entry.py` start new interpreters.
+All these processes, and the ranks of a torchrun that is started here, are forked from a server
+process that has already imported DeepSpeed. A fork hides missing imports, variables that are read
+at import, Python's import path and the end of an interpreter: `tests/test_command_lines.py` and `tests/test_entry.py` start new interpreters.
 """
 
 from __future__ import annotations
@@ -19,12 +19,14 @@ import sys
 import traceback
 from collections.abc import Callable
 from contextlib import suppress
-from multiprocessing import reduction
+from multiprocessing import forkserver, reduction
 from pathlib import Path
 from typing import IO, Any
 from unittest import mock
 
+import torch.distributed.run
 import torch.multiprocessing as mp
+from torch.distributed.elastic.multiprocessing import subprocess_handler
 
 from megatron import pictures
 from megatron.engine.job import join
@@ -157,18 +159,25 @@ def untimed(text: str) -> str:
 
 
 def start_script(
-    argv: list[str], output: int, *, cwd: Path, environ: dict[str, str], errors: int | None = None
+    argv: list[str],
+    output: int,
+    *,
+    cwd: Path,
+    environ: dict[str, str],
+    errors: int | None = None,
+    own_group: bool = False,
 ) -> Any:
     """Start `python argv...` as `run_script` does.
 
     Args:
         output: The file descriptor to which it prints.
         errors: Another file descriptor for stderr.
+        own_group: Whether the process gets a process group of its own.
     """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOADED)
     inherited = [reduction.DupFd(each) for each in (output, output if errors is None else errors)]
-    process = context.Process(target=_script, args=(argv, cwd, environ, *inherited))
+    process = context.Process(target=_script, args=(argv, cwd, environ, own_group, *inherited))
     process.start()
     return process
 
@@ -204,9 +213,36 @@ def call(script: str, *args: object, code: int = 0) -> str:
     return text
 
 
-def _script(argv, cwd, environ, output, errors):
+class ForkedRank(Forked):
+    """A rank of torchrun: `python -u SCRIPT arguments...`, in a process group of its own.
+
+    Its process is added to the file `ranks-PID`, where PID is the process of torchrun.
+    """
+
+    def __init__(self, command: tuple[str, ...], environ: dict[str, str]):
+        argv = [*command[command.index("-u") + 1 :]]
+        self.process = start_script(
+            argv, 1, errors=2, cwd=Path.cwd(), environ=environ, own_group=True
+        )
+        with open(f"ranks-{os.getpid()}", "a") as file:
+            print(self.pid, file=file)
+
+    pid = property(lambda self: self.process.pid)
+
+    def wait(self, timeout: float | None = None) -> int | None:
+        self.process.join(timeout)
+        return self.poll()
+
+
+def _script(argv, cwd, environ, own_group, output, errors):
     gc.freeze()
     os.chdir(cwd)
+    if own_group:
+        os.setpgid(0, 0)
+    if argv[0] == torch.distributed.run.__file__:
+        # The ranks are forked from the server of this process, too.
+        forkserver._forkserver.ensure_running = lambda: None
+        subprocess_handler.SubprocessHandler._popen = ForkedRank
     run_here(argv, environ, output.detach(), errors.detach())
 
 
