@@ -58,8 +58,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--jobs", type=int, default=1, help="runs measured at a time")
     given = parser.parse_args(arguments)
     cells = list(finished_cells(given.grid))
-    with ProcessPoolExecutor(given.jobs, get_context("spawn")) as pool:
-        faults = list(pool.map(measure, cells))
+    if given.jobs == 1:
+        faults = list(map(measure, cells))
+    else:
+        one_thread = {"initializer": torch.set_num_threads, "initargs": (1,)}
+        with ProcessPoolExecutor(given.jobs, get_context("spawn"), **one_thread) as pool:
+            faults = list(pool.map(measure, cells))
     for cell, fault in zip(cells, faults, strict=True):
         print(f"{cell.name}: {fault or 'measured'}", file=sys.stderr)
     cells = [cell for cell, fault in zip(cells, faults, strict=True) if not fault]
@@ -84,7 +88,6 @@ def measure(cell: Cell) -> str:
     """
     path = cell.folder / MEASURES
     if not path.exists():
-        torch.set_num_threads(1)
         try:
             measures = measured(cell)
         except DivergedError as error:

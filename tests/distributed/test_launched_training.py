@@ -16,6 +16,7 @@ import signal
 import subprocess
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -53,8 +54,12 @@ class Started:
 
     def __init__(self, command: list, config: Path, held: bool = False, **variables: str):
         self.output = config.parent / "output"
+        self.folder_of_ranks = config.parent / "ranks"
+        self.folder_of_ranks.mkdir(exist_ok=True)
         argv = [*map(str, command), str(ROOT / "train.py"), str(config)]
         environ = os.environ | {"PYTHONPATH": str(ROOT)} | variables
+        if command[:1] == TORCHRUN[:1]:
+            environ["FORKED_RANKS"] = str(self.folder_of_ranks)
         printed, into = os.pipe()
         fcntl.fcntl(into, fcntl.F_SETPIPE_SZ, 4096)
         self.printed = os.fdopen(printed)
@@ -66,8 +71,8 @@ class Started:
 
     def ranks(self) -> list[int]:
         """The processes of the ranks that a torchrun has started."""
-        path = self.output.with_name(f"ranks-{self.process.pid}")
-        return list(map(int, path.read_text().split()))
+        path = self.folder_of_ranks / str(self.process.pid)
+        return list(map(int, path.read_text().split())) if path.exists() else []
 
     def release(self) -> None:
         """Let the job go on, which prints into `output` from now on."""
@@ -139,6 +144,9 @@ def jobs(tmp_path_factory):
     finally:
         for job in started:
             job.process.kill()
+            for rank in job.ranks():
+                with suppress(ProcessLookupError):
+                    os.kill(rank, signal.SIGKILL)
             job.printed.close()
     yield folder, codes
 

@@ -1,8 +1,10 @@
 """Run a function on several gloo processes, or a command of the project.
 
-All these processes, and the ranks of a torchrun that is started here, are forked from a server
-process that has already imported DeepSpeed. A fork hides missing imports, variables that are read
-at import, Python's import path and the end of an interpreter: `tests/test_command_lines.py` and `tests/test_entry.py` start new interpreters.
+All these processes are forked from a server process that has already imported DeepSpeed. With
+FORKED_RANKS in its environment, the ranks of a torchrun that is started here are, too. A fork hides
+missing imports, variables that are read at import, Python's import path and how an interpreter
+ends: `tests/test_command_lines.py` and `tests/test_entry.py` start new interpreters, and
+`tests/engine/test_jobs.py` starts torchrun with new ranks.
 """
 
 from __future__ import annotations
@@ -14,8 +16,11 @@ import pickle
 import re
 import runpy
 import secrets
+import signal
 import socket
+import subprocess
 import sys
+import time
 import traceback
 from collections.abc import Callable
 from contextlib import suppress
@@ -24,9 +29,9 @@ from pathlib import Path
 from typing import IO, Any
 from unittest import mock
 
-import torch.distributed.run
 import torch.multiprocessing as mp
 from torch.distributed.elastic.multiprocessing import subprocess_handler
+from torch.distributed.elastic.multiprocessing.subprocess_handler import handlers
 
 from megatron import pictures
 from megatron.engine.job import join
@@ -214,24 +219,39 @@ def call(script: str, *args: object, code: int = 0) -> str:
 
 
 class ForkedRank(Forked):
-    """A rank of torchrun: `python -u SCRIPT arguments...`, in a process group of its own.
+    """A rank of torchrun, used like a Popen: `python -u SCRIPT arguments...` in an own group.
 
-    Its process is added to the file `ranks-PID`, where PID is the process of torchrun.
+    Its process is added to the file `PID` in the folder FORKED_RANKS. PID is torchrun's process.
     """
 
     def __init__(self, command: tuple[str, ...], environ: dict[str, str]):
-        argv = [*command[command.index("-u") + 1 :]]
         self.process = start_script(
-            argv, 1, errors=2, cwd=Path.cwd(), environ=environ, own_group=True
+            [*command[2:]], 1, errors=2, cwd=Path.cwd(), environ=environ, own_group=True
         )
-        with open(f"ranks-{os.getpid()}", "a") as file:
+        multiprocessing.process._children.discard(self.process)  # torchrun does not wait at its end
+        self.pid = self.process.pid
+        with suppress(ProcessLookupError):
+            while os.getpgid(self.pid) != self.pid:
+                time.sleep(0.001)
+        with Path(environ["FORKED_RANKS"], str(os.getpid())).open("a") as file:
             print(self.pid, file=file)
-
-    pid = property(lambda self: self.process.pid)
 
     def wait(self, timeout: float | None = None) -> int | None:
         self.process.join(timeout)
+        if self.poll() is None:
+            raise subprocess.TimeoutExpired("rank", timeout or 0)
         return self.poll()
+
+
+class ForkingHandler(subprocess_handler.SubprocessHandler):
+    """torchrun's handler of a rank, which forks it from the server of torchrun's process."""
+
+    _popen = staticmethod(ForkedRank)
+
+    def close(self, death_sig: signal.Signals | None = None) -> None:
+        # A rank that ends between two lines of torchrun is gone. A child would stay until `poll`.
+        with suppress(ProcessLookupError):
+            super().close(death_sig)
 
 
 def _script(argv, cwd, environ, own_group, output, errors):
@@ -239,10 +259,9 @@ def _script(argv, cwd, environ, own_group, output, errors):
     os.chdir(cwd)
     if own_group:
         os.setpgid(0, 0)
-    if argv[0] == torch.distributed.run.__file__:
-        # The ranks are forked from the server of this process, too.
-        forkserver._forkserver.ensure_running = lambda: None
-        subprocess_handler.SubprocessHandler._popen = ForkedRank
+    if "FORKED_RANKS" in environ:
+        forkserver._forkserver.ensure_running = lambda: None  # it runs: this process is its child
+        handlers.SubprocessHandler = ForkingHandler
     run_here(argv, environ, output.detach(), errors.detach())
 
 

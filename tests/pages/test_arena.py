@@ -5,6 +5,10 @@ from __future__ import annotations
 import importlib
 import json
 import math
+import os
+import shutil
+import subprocess
+import sys
 
 import pandas as pd
 import pytest
@@ -85,14 +89,47 @@ def test_a_harmed_method_takes_no_part_in_the_arenas_tests(arena):
     assert harmed.gain_differs_p.isna().all() and harmed.level_differs_p.notna().sum() == 3
 
 
+def small_grid(folder, method):
+    grid = {
+        "runs": str(folder / "runs"), "seeds": [1], "lengths": [16, 64],
+        "configs": [str(write_config(folder / "c.yml", write_shards(folder), **SMALL))],
+        "axes": {"embedding": [method]}, "overrides": {"pos_emb": "{embedding}"},
+    }  # fmt: skip
+    (folder / "grid.yml").write_text(json.dumps(grid))
+
+
+OUTSIDER = """
+from megatron.positional import PositionalEmbedding, ThetaParameter
+
+
+class Hyperbola(PositionalEmbedding):  # b(d) = -a d / (1 + p d)
+    parameters = (ThetaParameter("a", low=0.0), ThetaParameter("p", low=0.0))
+
+    def bias(self, theta_HN, d):
+        d, a, p = self.columns(theta_HN, d)
+        return -a * d / (1 + p * d)
+"""
+
+
+def test_one_file_and_one_line_enter_an_outsiders_method(tmp_path):
+    checkout = tmp_path / "checkout"
+    for name in ("megatron", "tools", "configs", "docs/lab"):
+        ignored = shutil.ignore_patterns("__pycache__")
+        shutil.copytree(ROOT / name, checkout / name, ignore=ignored)
+    shutil.copy(ROOT / "train.py", checkout)
+    (checkout / "megatron" / "positional" / "outsider.py").write_text(OUTSIDER)
+    small_grid(tmp_path, "outsider")
+    environ = os.environ | {"PYTHONPATH": str(checkout)}
+    for script, *options in (["tools/sweep.py"], ["docs/lab/arena.py", "--out", "out"]):
+        command = [sys.executable, script, tmp_path / "grid.yml", *options]
+        subprocess.run(command, cwd=checkout, env=environ, check=True)
+    [method] = pd.read_csv(checkout / "out" / "methods.csv").to_dict("records")
+    assert method["method"] == "outsider" and math.isfinite(method["gain"])
+
+
 def test_a_run_is_measured_as_the_suite_measures_it(arena, tmp_path):
     """On an untrained model of the quickstart's size; the values are those of the suite."""
-    grid = {
-        "runs": str(tmp_path / "runs"), "seeds": [1], "lengths": [16, 64],
-        "configs": [str(write_config(tmp_path / "c.yml", write_shards(tmp_path), **SMALL))],
-        "axes": {"embedding": ["kerple_log"]}, "overrides": {"pos_emb": "{embedding}"},
-    }  # fmt: skip
-    (tmp_path / "grid.yml").write_text(json.dumps(grid))
+    small_grid(tmp_path, "kerple_log")
     call("tools/sweep.py", tmp_path / "grid.yml")
     (cell,) = read_grid(tmp_path / "grid.yml").cells
     given = [str(tmp_path / "grid.yml"), "--out", str(tmp_path / "out")]

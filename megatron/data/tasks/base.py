@@ -62,7 +62,7 @@ class Task(ABC):
         name: The name of the task in `data_path: builtin:NAME`.
         min_length: The shortest length in training.
         max_length: The longest length in training.
-        limit: The name of the option that is the largest possible length, or None.
+        limit: The name of the option whose value is the largest possible length, or None.
     """
 
     # All lengths from `min_length` to `max_length` are equally frequent.
@@ -86,8 +86,12 @@ class Task(ABC):
         """The tokenizer of the task's vocabulary."""
         return TaskTokenizer(self.words)
 
-    def require(self, length: int) -> None:
+    def require(self, length: int, advice: str = "lower the lengths") -> None:
         """Check that the task can make examples of this length.
+
+        Args:
+            length: The length.
+            advice: What the user can do if it cannot.
 
         Raises:
             TaskError: The task's options do not allow this length.
@@ -96,7 +100,7 @@ class Task(ABC):
         if length > most:
             raise TaskError(
                 f"{self.name} has no examples of length {length}: task_options.{self.limit} is "
-                f"{most}; raise it, or lower the lengths"
+                f"{most}; {advice}"
             )
 
     def row(self, rng: np.random.Generator, length: int) -> np.ndarray:

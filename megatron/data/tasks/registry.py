@@ -33,7 +33,7 @@ def build_task(name: str, options: Mapping[str, Any]) -> Task:
     known = {each.name: each for each in fields(kind)}
     for key, value in options.items():
         if key not in known:
-            hint = did_you_mean(key, known)
+            hint = did_you_mean(str(key), known)
             text = f"{name} has no option {key!r}; {hint}known: {', '.join(known)}"
             raise TaskError(f"task_options: {text}")
         default, least = known[key].default, known[key].metadata["least"]
@@ -48,5 +48,5 @@ def build_task(name: str, options: Mapping[str, Any]) -> Task:
     if task.min_length > task.max_length:
         text = f"min_length {task.min_length} is above max_length {task.max_length}"
         raise TaskError(f"task_options: {text}; raise max_length")
-    task.require(task.max_length)
+    task.require(task.max_length, f"lower max_length, or raise {task.limit}")
     return task

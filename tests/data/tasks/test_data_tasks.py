@@ -162,6 +162,7 @@ def test_the_identity_changes_with_options_and_content(monkeypatch):
     [
         ("kopy", {}, "data_path: no task is called 'kopy'; did you mean copy? known: addition, "),
         ("copy", {"max_lenght": 3}, "copy has no option 'max_lenght'; did you mean max_length? "),
+        ("copy", {1: 3}, "copy has no option 1; known: min_length, max_length, symbols"),
         ("copy", {"keys": 3}, "copy has no option 'keys'; known: min_length, max_length, symbols"),
         ("copy", {"max_length": 0}, "task_options.max_length: 0 is not a whole number of at least"),
         ("copy", {"max_length": True}, "True is not a whole number of at least 1"),
@@ -173,7 +174,7 @@ def test_the_identity_changes_with_options_and_content(monkeypatch):
         (
             "unique_copy",
             {"symbols": 19},
-            "unique_copy has no examples of length 20: task_options.symbols is 19; raise it",
+            "unique_copy has no examples of length 20: task_options.symbols is 19; lower",
         ),
     ],
 )
@@ -186,7 +187,9 @@ def test_mistakes_in_options(name, options, text):
 def test_lengths_that_do_not_fit():
     with pytest.raises(TaskError, match=r"copy of length 20 has 40 inputs; write seq_length: 40,"):
         TaskSamples(build_task("copy", {}), 4, 39, 0, "valid")
-    with pytest.raises(TaskError, match=r"mqar has no .* 65: task_options.keys is 64; raise it"):
+    with pytest.raises(
+        TaskError, match=r"mqar has no .* 65: task_options.keys is 64; lower the lengths"
+    ):
         examples_at(build_task("mqar", {}), 65, 2)
 
 

@@ -51,7 +51,7 @@ def test_the_options_of_the_length_tasks():
     sums = sum("+" in name for name in found["embedding"].unique())
     count, tasks = found["embedding"].nunique() - sums, found["task"].nunique()
     counts = f"{word(count)} embeddings and {word(sums)} sums of embeddings on {word(tasks)} tasks"
-    says("length_tasks", f"compares {counts}, most with one seed")
+    says("length_tasks", f"compares {counts}, most with one seed: too")
 
 
 def test_operations_of_a_token():

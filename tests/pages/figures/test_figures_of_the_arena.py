@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import csv
+import math
 import re
 
 import pandas as pd
 
 from tests.helpers.paths import ROOT
-from tests.pages.figures.held import constant, grid, says
+from tests.pages.figures.held import constant, grid, says, word
 
 LAB = ROOT / "docs" / "lab"
 PAGE = "lab/plan_arena"
@@ -125,6 +126,10 @@ def test_the_tasks_with_a_prediction():
     (longest,) = {each["max_length"] for each in options.values()}
     (steps,) = {each.training.train_iters for each in configs.values()}
     symbols = options["unique_copy"]["symbols"]
+
+    def distinct(length: int) -> float:
+        return math.perm(symbols, length) / symbols**length
+
     assert tasks["copy"].data_path == tasks["copy_64"].data_path == "builtin:copy"
     assert options["copy"] | {"symbols": symbols} == options["copy_64"] == options["unique_copy"]
     with (LAB / "tables" / "arena_tasks.csv").open(newline="") as file:
@@ -136,7 +141,15 @@ def test_the_tasks_with_a_prediction():
         PAGE,
         f"eight embeddings on four [length tasks](../length_tasks.md), trained at lengths 1 to"
         f" {longest} for {steps:,} steps, seeds {about.seeds[0]} to {about.seeds[-1]}.",
-        f"at length {about.lengths[0]} are entirely right",
-        f"right at length {about.lengths[1]} as at length {about.lengths[0]}; both",
+        f"its score at length {about.lengths[0]} is at least 0.8.",
+        f"its score at length {about.lengths[1]} is at least half of that at length {longest}.",
+        f"both numbers of runs, of {word(len(about.seeds))}. Length {about.lengths[2]} is",
+        f"`length` of `fire` is {2 * longest}, the inputs of",
+        f"of `rpe` begins at distance {8}, which",
+        f"{distinct(longest):.0%} of the rows of length {longest} have no number twice, and"
+        f" {distinct(about.lengths[1]):.0%} of those of length {about.lengths[1]}.",
     )
+    of = {cell.axes["embedding"]: cell.config().model for cell in cells}
+    assert of["fire"].pos_emb_options == {"length": 2 * longest}
+    assert of["rpe"].rpe_max_distance == of["rpe"].rpe_num_buckets == 8 < longest + 1
     assert (len(about.axes["embedding"]), len(table)) == (8, 4)
