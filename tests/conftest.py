@@ -73,6 +73,8 @@ SLOW_FILES = [
     "test_torch_compile",
     "test_data_interrupted",
     "test_loss_per_token",
+    "test_train_step_benchmark",
+    "test_arena",
 ]
 """They run first, or at the end of a parallel run one process would work while the others wait."""
 
