@@ -30,7 +30,9 @@ def run(tmp_path):
     folder = tmp_path / "run"
     shutil.copytree(FIXTURES / "checkpoint" / "run", folder)
     shutil.copyfile(FIXTURES / "checkpoint" / "config.yml", folder / "config.yml")
-    (folder / "extrapolation.csv").write_text("length,perplexity\n16,5.5\n32,5.25\n")
+    (folder / "extrapolation.csv").write_text(
+        "length,perplexity,code\n16,5.512345,1e5\n32,5.25,b\n"
+    )
     (folder / "suite").mkdir()
     (folder / "suite" / "report.json").write_text('{"verdict": ["It uses 12 tokens."]}')
     return open_run(folder, groups=build_groups(torch.device("cpu")))
@@ -56,7 +58,8 @@ def test_the_card_has_what_the_run_knows(run, exported):
         f"- data_path: {trained['data_path']}",
         f"- steps: {trained['train_iters']} of {trained['train_batch_size']} texts",
         f"- optimizer: {{'type': 'adam', 'params': {{'lr': {trained['optimizer']['params']['lr']},",
-        "| length | perplexity |\n|---|---|\n| 16 | 5.5 |\n| 32 | 5.25 |",
+        "| length | perplexity | code |\n|---|---|---|\n| 16 | 5.5123 | 1e5 |\n| 32 | 5.25 | b |",
+        "vocabulary. Trained by KERPLE-NeoX.\n",
         "- It uses 12 tokens.",
     ):
         assert part in text, part
@@ -93,6 +96,7 @@ def test_cards_of_other_models(tmp_path):
         export(made, folder)
         text = (folder / "README.md").read_text()
         assert part in text and "license: unknown\n" in text and "recipe" not in text
+        assert "Trained by" not in text  # the model was never saved: nothing is known of training
         own = (folder / "modeling_kerple.py").exists()
         assert text.count("trust_remote_code=True") == 2 * own  # the model's and the tokenizer's
         assert own == (longest is not None)
