@@ -35,6 +35,7 @@ from megatron.engine.errors import DivergedError
 from megatron.engine.job.job_or_alone import job_or_alone
 from megatron.engine.open_run import open_run
 from megatron.engine.open_text import open_text
+from megatron.entry import assignment
 from megatron.evaluation.suite import context, perplexity, recall
 from megatron.evaluation.suite.measure import Subject, read_sample
 from megatron.evaluation.suite.pointer import pointer
@@ -56,8 +57,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("grid", type=Path)
     parser.add_argument("--out", type=Path, required=True, help="folder for tables and pictures")
     parser.add_argument("--jobs", type=int, default=1, help="runs measured at a time")
+    parser.add_argument("--set", action="append", default=[], type=assignment,
+                        metavar="NAME=VALUE", help="a variable of the grid")  # fmt: skip
     given = parser.parse_args(arguments)
-    cells = list(finished_cells(given.grid))
+    cells = list(finished_cells(given.grid, dict(given.set)))
     if given.jobs == 1:
         faults = list(map(measure, cells))
     else:

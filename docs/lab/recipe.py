@@ -17,7 +17,7 @@ import argparse
 import json
 import math
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -61,9 +61,13 @@ def main() -> int:
     return 0
 
 
-def finished_cells(grid: Path) -> Iterator[Cell]:
-    """Yield the finished cells of a grid, and name the others."""
-    for cell in read_grid(grid).cells:
+def finished_cells(grid: Path, variables: Mapping[str, str] | None = None) -> Iterator[Cell]:
+    """Yield the finished cells of a grid, and name the others.
+
+    Args:
+        variables: New values of the grid's variables.
+    """
+    for cell in read_grid(grid, variables or {}).cells:
         record = Record.read(cell.folder)
         if record is None or record.state != "finished":
             print(f"{cell.name} is not finished", file=sys.stderr)

@@ -100,8 +100,11 @@ def test_a_foreign_host_is_found(text):
     ],
 )
 def test_the_search_shows_the_right_section_first(search, words, first):
+    """The browser groups results by page, so the page's own entry may be above its section's."""
     found = search.results(words)
-    assert found[0] == first
+    sections = [each for each in found if "#" in each]
+    assert found[0].partition("#")[0] == first.partition("#")[0]
+    assert first in (found[0], sections[0])
     assert not [place for place in found[:3] if place.startswith(("docs/lab/", "benchmarks/"))]
 
 

@@ -117,6 +117,26 @@ def test_the_plan_has_the_figures_of_its_grids():
     )  # fmt: skip
 
 
+def test_the_other_text():
+    arena, paper = grid("arena"), grid("table3").about.axes["embedding"]
+    seed, steps = arena.about.seeds[0], int(arena.variables["steps"])
+    with (LAB / "tables" / "arena_hours.csv").open(newline="") as file:
+        *_, given = csv.DictReader(file)
+    (of_step_2,) = re.findall(r"2 \| 72 of .* \| ([\d.]+) \|", (LAB / "plan_arena.md").read_text())
+    most = 2 * (len(paper) + 5)
+    assert given == {
+        "step": "5", "runs": f"at most {most} of {steps:,} steps",
+        "hours of two cores": f"{float(of_step_2) * most / len(arena.cells):.1f}",
+    }  # fmt: skip
+    assert {*paper} < {*arena.about.axes["embedding"]}
+    says(
+        PAGE,
+        f"the paper's {word(len(paper))} embeddings ({', '.join(f'`{name}`' for name in paper)})",
+        f"The seed is {seed} alone",
+        f"--only METHOD-{seed}",
+    )
+
+
 def test_the_tasks_with_a_prediction():
     about, cells = grid("arena_tasks").about, grid("arena_tasks").cells
     configs = {cell.axes["task"]: cell.config() for cell in cells}

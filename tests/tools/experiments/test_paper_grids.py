@@ -132,6 +132,18 @@ def test_the_terms_can_be_trained(name):
         assert plan.pos.name == embedding.replace("+", " + ")
 
 
+def test_the_arena_on_other_text():
+    given = {"runs": "runs/other", "data": "data/prose_text_document", "vocab": "v.json"}
+    code, other = cells("arena.yml")[0], cells("arena.yml", **given)[0]
+    found = other.config()
+    assert other.folder == Path("runs/other/kerple_log-1246") != code.folder
+    assert (found.data.data_path, found.data.vocab_file) == (given["data"], given["vocab"])
+    of_code = code.config()
+    changed = {name: getattr(of_code.data, name) for name in ("data_path", "vocab_file")}
+    assert found.data.model_copy(update=changed) == of_code.data
+    assert found.optimizer == of_code.optimizer and found.training == of_code.training
+
+
 def test_each_length_task_has_its_own_lengths():
     for cell in cells("length_tasks.yml")[::33]:
         evaluated = cell.config().evaluation.eval_lengths
