@@ -222,3 +222,36 @@ def test_the_picture_has_a_plot_for_each_task_and_a_curve_for_each_embedding(are
     for axes in plots:
         assert [line.get_label() for line in axes.lines] == ["none", "alibi"]
     assert plots[1].lines[0].get_ydata() == pytest.approx([0.8, 0.4, 0.0])
+
+
+def test_a_claim_of_the_paper_needs_every_pair(monkeypatch, tmp_path):
+    """Pairs of the same text and seed; a side is a perplexity, a change or a windowed twin."""
+    monkeypatch.syspath_prepend(ROOT / "docs" / "lab")
+    claims = importlib.import_module("arena_claims")
+    code = [
+        arena_run("kerple_log", 1, 0.02, last=9.0), arena_run("alibi", 1, -0.01, last=9.5),
+        arena_run("kerple_log", 2, 0.03, last=9.6), arena_run("alibi", 2, 0.01, last=9.5),
+        arena_run("kerple_log", 3, 0.01, last=1.0),  # no alibi with this seed
+    ]  # fmt: skip
+    prose = [
+        arena_run("kerple_log", 1, 0.001, 20.0, 19.0), arena_run("alibi", 1, 0.1, 30.0, 20.0),
+    ]  # fmt: skip
+    for folder, rows in (("code", code), ("prose", prose)):
+        (tmp_path / folder).mkdir()
+        pd.DataFrame(rows).to_csv(tmp_path / folder / "runs.csv", index=False)
+    wanted = {
+        ("kerple_log at 2048", "alibi at 2048"): (2, 3, "undecided"),
+        ("kerple_log at 128", "alibi at 128"): (1, 3, "undecided"),  # 10 is not below 10
+        ("change of alibi", "change of kerple_log"): (2, 3, "undecided"),
+        ("change of kerple_log", "change of alibi"): (1, 3, "undecided"),
+        ("kerple_log", "windowed twin of kerple_log"): (4, 4, "supported"),
+        ("alibi", "windowed twin of alibi"): (2, 3, "undecided"),
+        ("kerple_log at 128", "kerple_log at 2048"): (0, 4, "contradicted"),
+        ("rpe at 128", "alibi at 128"): (0, 0, ""),
+    }
+    table = pd.DataFrame([*wanted], columns=["lower", "higher"])
+    table.to_csv(tmp_path / "claims.csv", index=False)
+    monkeypatch.setattr(claims, "CLAIMS", tmp_path / "claims.csv")
+    assert claims.main([str(tmp_path / "code"), str(tmp_path / "prose")]) == 0
+    found = pd.read_csv(tmp_path / "code" / "claims.csv", keep_default_na=False)
+    assert [*zip(found.holds, found.runs, found.verdict, strict=True)] == [*wanted.values()]

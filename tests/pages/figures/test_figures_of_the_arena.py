@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import csv
+import json
 import math
 import re
 
 import pandas as pd
 
-from tests.helpers.paths import ROOT
+from tests.helpers.paths import CONFIGS, ROOT
 from tests.pages.figures.held import constant, grid, says, word
 
 LAB = ROOT / "docs" / "lab"
@@ -115,6 +116,45 @@ def test_the_plan_has_the_figures_of_its_grids():
         f"| 3 | {len(arena.cells)} measured |",
         "there is no family 2.", "Holm correction at 5%:", "each method is above 0 (one-sided)",
     )  # fmt: skip
+
+
+def test_the_papers_claims_hold_in_its_tables_on_all_corpora():
+    arena = grid("arena")
+    longest, trained = max(arena.about.lengths), arena.cells[0].config().model.seq_length
+    of_table = json.loads((CONFIGS / "paper" / "tables.json").read_text())["tables"]["small-512"]
+    length = {trained: "512", longest: "8192"}
+
+    def paper(corpus: str, text: str) -> float:
+        what, _, name = text.rpartition("change of ")
+        name, _, at = name.partition(" at ")
+        row = of_table[corpus][name]
+        values = {each: row[found][0] for each, found in length.items()}
+        return values[int(at)] if at else values[longest] / values[trained]
+
+    with (LAB / "tables" / "arena_claims.csv").open(newline="") as file:
+        claims = [*csv.DictReader(file)]
+    for claim in claims:
+        lower, higher = claim["lower"], claim["higher"]
+        methods = re.findall(r"\w+(?= at)|(?<=of )\w+", f"{lower} {higher}")
+        assert {*methods} <= {*arena.about.axes["embedding"]}
+        if claim["in the paper"] == "Figure 5":
+            continue
+        name = claim["in the paper"].lower().replace(" ", "")
+        own = {*grid(name).about.axes["embedding"]}
+        assert {*methods} <= own | {*grid("table3").about.axes["embedding"]} and own & {*methods}
+        for corpus in of_table:
+            assert paper(corpus, lower) < paper(corpus, higher), (corpus, claim)
+    assert [claim["claim"] for claim in claims] == [str(n + 1) for n in range(14)]
+    assert len(of_table) == 3 and int(length[longest]) == 16 * 512 and longest == 16 * trained
+    says(
+        PAGE,
+        f"Claims 1 to {len(claims) - 1} hold in the paper's Tables 3 and 6 on all three corpora."
+        f" Claim {len(claims)} is that of Figure 5",
+        f"The paper's 512 tokens of training are the arena's {trained}. In both, the longest length"
+        f" is 16 times that: 8,192 and {longest:,} tokens.",
+        f"{word(len(arena.about.seeds))} pairs on code, and one on prose and LaTeX each",
+        f"probability 1/{2 ** len(arena.about.seeds)}, and in each of five with 1/{2**5}.",
+    )
 
 
 def test_the_other_text():
