@@ -4,11 +4,11 @@
 
 Each finished run is measured at the lengths of the grid. Its measures are stored in the run folder
 (`arena.json`), so a run is measured once. A run that is not finished, or whose losses are not
-finite, is named and left out. Rows of an earlier `runs.csv` stay, so the grid may be run in parts;
-a method is tested when it has all its seeds.
+finite, is named and left out. Rows of an earlier `runs.csv` stay, so the grid may be run in parts.
 
-`runs.csv` has a row for each run, `methods.csv` a row for each method with the plan's tests. The
-pictures show the gain of each run, and the perplexity by length of each method.
+`runs.csv` has a row for each run, `methods.csv` a row for each method with the plan's label and
+tests. The tests are made when each method has all its seeds. The pictures show the gain of each
+run, and the perplexity by length of each method.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import math
 import sys
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
+from dataclasses import replace
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
@@ -27,7 +28,7 @@ import numpy as np
 import pandas as pd
 import torch
 from recipe import by_length, finished_cells, perplexities, with_earlier
-from scipy.stats import t
+from scipy.stats import ttest_1samp
 
 from megatron import pictures
 from megatron.data.samples.split import SPLITS
@@ -37,6 +38,7 @@ from megatron.engine.open_run import open_run
 from megatron.engine.open_text import open_text
 from megatron.entry import assignment
 from megatron.evaluation.suite import context, perplexity, recall
+from megatron.evaluation.suite.intervals import FEWEST
 from megatron.evaluation.suite.measure import Subject, read_sample
 from megatron.evaluation.suite.pointer import pointer
 from megatron.files import write_text
@@ -45,11 +47,12 @@ from tools.experiments.grid import Cell
 
 REFERENCE = "kerple_log"
 MEASURES = "arena.json"
-HARMED_GAIN = -0.05
-"""Nats per token. A method with a lower mean gain is harmed by distant text."""
-HARMED_RISE = math.log(1.05)
-"""A method whose mean log perplexity rises by more up to the longest length is also harmed."""
 SEEDS = 3
+EXACT_TOKENS = 1_048_576
+"""The number of tokens that are read for the gain over exactly W tokens (`exact`)."""
+LEAST_SHOWN = -0.075
+"""Nats per token. Lower gains are drawn at this value."""
+FAMILIES = Path(__file__).parent / "tables" / "arena_families.csv"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -119,6 +122,7 @@ def measured(cell: Cell) -> dict[str, Any]:
         found = [
             perplexity.by_length(subject, sample, full_nT, run.tokenizer.token_bytes),
             context.windowed_twin(sample, full_nT, twin_nT),
+            context.exact_context(subject, replace(sample, tokens=EXACT_TOKENS), full_nT),
             pointer(sample, full_nT, twin_nT),
             recall.induction(subject, sample),
             recall.copying(subject, sample),
@@ -133,7 +137,7 @@ def row(cell: Cell) -> dict[str, Any]:
     """Return the measures of a run as the plan defines them."""
     found = json.loads((cell.folder / MEASURES).read_text())
     values = {each["length"]: each["value"] for each in found["by_length"]["rows"]}
-    far = found["pointer"]["rows"][0]
+    far, exact = found["pointer"]["rows"][0], found["exact_context"]["rows"][0]
     return {
         "method": cell.axes["embedding"],
         "seed": cell.seed,
@@ -142,64 +146,66 @@ def row(cell: Cell) -> dict[str, Any]:
         "gain": far["taken"],
         "gain_low": far["taken_low"],
         "gain_high": far["taken_high"],
+        "exact": exact["value"],
+        "exact_low": exact["low"],
+        "exact_high": exact["high"],
         "headroom": far["value"],
-        "share": far.get("share", math.nan),  # absent if the headroom's interval contains 0
-        "places": len(found["copy"]["answer"]),
+        "places": len(found["copy"]["answer"]) if far["documents"] >= FEWEST else math.nan,
         "induction": found["induction"]["answer"],
     }
 
 
 def compared(runs: pd.DataFrame) -> pd.DataFrame:
-    """Return the means of each method, and the plan's tests, in the order of the gain."""
+    """Return the means of each method, its label and the plan's tests, in the order of the gain."""
     shortest, *_, longest = perplexities(runs)
+    headroom = runs[runs.method == REFERENCE].set_index("seed").headroom
     values = runs.assign(
-        level=np.log(runs[shortest]), change=np.log(runs[longest]) - np.log(runs[shortest])
+        level=np.log(runs[shortest]),
+        change=np.log(runs[longest]) - np.log(runs[shortest]),
+        share=runs.gain / runs.seed.map(headroom),
     )
-    columns = ["level", "change", "gain", "share", "places"]
-    means = values.groupby("method", sort=False)[columns].mean()
-    means.insert(0, "seeds", values.groupby("method", sort=False).size())
-    means["harmed"] = (means.gain < HARMED_GAIN) | (means.change > HARMED_RISE)
-    every = values[values.method.isin(means.index[means.seeds == SEEDS])]
-    fair = every[~every.method.isin(means.index[means.harmed])]
-    for name, chosen, column, reference in (
-        ("gain_p", fair, "gain", None),
-        ("gain_differs_p", fair, "gain", REFERENCE),
-        ("level_differs_p", every, "level", REFERENCE),
-    ):
-        table = chosen.pivot(index="method", columns="seed", values=column)
-        means[name] = p_values(table, reference)
+    groups = values.groupby("method", sort=False)
+    means = groups[["level", "change", "gain", "exact", "share", "places"]].mean()
+    means.insert(0, "seeds", groups.size())
+    means.insert(4, "gain_sd", groups.gain.std())
+    means["label"] = groups[["gain_low", "gain_high", "exact_low", "exact_high"]].apply(label)
+    searched = pd.read_csv(FAMILIES)["searched with"].str.replace(" ", "")
+    means["rate"] = np.where(means.index.isin(searched), "searched", "of its family")
+    if (means.seeds == SEEDS).all():
+        gain, level = (
+            values.pivot(index="method", columns="seed", values=each).reindex(means.index)
+            for each in ("gain", "level")
+        )
+        above = ttest_1samp(gain, 0, axis=1, alternative="greater").pvalue
+        above = pd.Series(np.where(means.label == "gains", above, 1.0), gain.index)
+        means["gain_p"] = corrected(above)
+        means["gain_differs_p"] = corrected(paired(gain))
+        means["level_differs_p"] = corrected(paired(level[means.rate == "searched"]))
     return means.sort_values("gain", ascending=False).reset_index()
 
 
-def p_values(values: pd.DataFrame, reference: str | None = None) -> pd.Series:
-    """Return the p value of each method after Holm's correction, with one variance for all.
+def label(method: pd.DataFrame) -> str:
+    """Return what distant text does to a method, by the intervals of both gains of each seed."""
+    if (method[["gain_low", "exact_low"]] > 0).all(axis=None):
+        return "gains"
+    return "loses" if (method[["gain_high", "exact_high"]] < 0).all(axis=None) else "unclear"
 
-    The model is "value = method + seed + error". In a difference of two methods, the seeds cancel.
-    The mean of one method contains the variance of the seeds, so its degrees of freedom are
-    Satterthwaite's. The result is empty without two methods, or without the reference.
+
+def paired(values: pd.DataFrame) -> pd.Series:
+    """Return the p value of each method's difference from the reference, paired by seed.
 
     Args:
-        values: The value of each method (rows) with each seed (columns).
-        reference: The test is two-sided: the method's mean differs from that of this method. With
-            None, it is one-sided: the mean is above 0.
+        values: The value of each method (rows) with each seed (columns). Without the reference, the
+            result is empty.
     """
-    methods, seeds = values.shape
-    if methods < 2 or (reference and reference not in values.index):
+    if REFERENCE not in values.index:
         return pd.Series(dtype=float)
-    mean = values.mean(axis=1)
-    centred = values.sub(mean, axis=0)
-    of_seeds = centred.mean(axis=0)
-    freedom = (methods - 1) * (seeds - 1)
-    error = float((centred.sub(of_seeds, axis=1) ** 2).to_numpy().sum()) / freedom
-    if reference:
-        scaled = (mean - mean[reference]).drop(reference) / math.sqrt(2 * error / seeds)
-        found = 2 * t.sf(scaled.abs(), freedom)
-    else:
-        parts = float((of_seeds**2).sum()) / (seeds - 1), error * (methods - 1) / methods
-        scaled = mean / math.sqrt(sum(parts) / seeds)
-        squares = parts[0] ** 2 / (seeds - 1) + parts[1] ** 2 / freedom
-        found = t.sf(scaled, sum(parts) ** 2 / squares)
-    return pd.Series(holm(list(found)), index=scaled.index)
+    gaps = values.sub(values.loc[REFERENCE]).drop(REFERENCE)
+    return pd.Series(ttest_1samp(gaps, 0, axis=1).pvalue, gaps.index)
+
+
+def corrected(p_values: pd.Series) -> pd.Series:
+    return pd.Series(holm(list(p_values)), index=p_values.index, dtype=float)
 
 
 @pictures.in_style()
@@ -207,13 +213,12 @@ def gains(runs: pd.DataFrame) -> Any:
     """Draw the gain of each run and the mean of each method; large losses are cut off."""
     figure, (axes,) = pictures.panels("Gain from text beyond the training length")
     means = runs.groupby("method").gain.mean().sort_values()
-    least = 1.5 * HARMED_GAIN
     for place, name in enumerate(means.index):
-        given = runs[runs.method == name].gain.clip(lower=least)
+        given = runs[runs.method == name].gain.clip(lower=LEAST_SHOWN)
         axes.plot(given, [place] * len(given), ls="", marker="o", ms=4, color="C0")
-        axes.plot(max(means[name], least), place, ls="", marker="|", ms=14, color="C1")
+        axes.plot(max(means[name], LEAST_SHOWN), place, ls="", marker="|", ms=14, color="C1")
     axes.axvline(0, color="grey", lw=1)
-    axes.set(xlabel=f"nats per token (below {least:g}: at the edge); line: mean over seeds")
+    axes.set(xlabel=f"nats per token (below {LEAST_SHOWN:g}: at the edge); line: mean over seeds")
     axes.set_yticks(range(len(means)), means.index)
     return figure
 

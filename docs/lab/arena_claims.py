@@ -1,18 +1,18 @@
-"""Say which of the paper's claims hold in the arena's runs (plan_arena.md).
+"""Count in which of the arena's runs the paper's orders hold (plan_arena.md).
 
-    cd docs/results
-    python ../lab/arena_claims.py arena arena_prose arena_latex
+    python docs/lab/arena_claims.py docs/results/arena docs/results/arena_prose
 
 The claims are in tables/arena_claims.csv. Each folder contains a `runs.csv` of arena.py, for one
-text. The script writes `claims.csv` into the first folder: for each claim the number of runs with
-which it holds, of how many, and the verdict.
+text. The script writes `claims.csv` into the first folder: for each claim the number of seeds with
+which it holds on that text, the mean difference of the two sides in nats, and the verdict; then
+the same number for each other text.
 """
 
 from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -26,28 +26,30 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("folders", type=Path, nargs="+", help="folders with runs.csv of arena.py")
     folders = parser.parse_args(arguments).folders
-    runs = [pd.read_csv(folder / "runs.csv") for folder in folders]
-    found = judged(pd.read_csv(CLAIMS), runs)
-    found.to_csv(folders[0] / "claims.csv", index=False)
+    texts = {folder.name: pd.read_csv(folder / "runs.csv") for folder in folders}
+    found = judged(pd.read_csv(CLAIMS), texts)
+    found.to_csv(folders[0] / "claims.csv", index=False, float_format="%.4g")
     print(found.to_string(index=False))
     return 0
 
 
-def judged(claims: pd.DataFrame, texts: Sequence[pd.DataFrame]) -> pd.DataFrame:
-    """Return the claims with columns for the runs in which they hold, all runs and the verdict.
+def judged(claims: pd.DataFrame, texts: Mapping[str, pd.DataFrame]) -> pd.DataFrame:
+    """Return the claims, with the seeds for which they hold on each text, and the verdict.
 
     Args:
         claims: The table of claims.
-        texts: The runs on each text, which are compared with runs on the same text only.
+        texts: Maps the name of each text to its runs. The verdict is that on the first text.
     """
     rows = []
-    for _, claim in claims.iterrows():
-        lower, higher = claim["lower"], claim["higher"]
-        gaps = pd.concat([side(runs, higher) - side(runs, lower) for runs in texts]).dropna()
-        holds = int((gaps > 0).sum())
-        verdict = {len(gaps): "supported", 0: "contradicted"}.get(holds, "undecided")
-        judged_so = {"holds": holds, "runs": len(gaps), "verdict": verdict if len(gaps) else ""}
-        rows.append(claim.to_dict() | judged_so)
+    for claim in claims.to_dict("records"):
+        gaps = [(side(runs, claim["higher"]) - side(runs, claim["lower"])).dropna()
+                for runs in texts.values()]  # fmt: skip
+        first, holds = gaps[0], int((gaps[0] > 0).sum())
+        verdict = {len(first): "supported", 0: "contradicted"}.get(holds, "undecided")
+        claim |= {"difference": first.mean(), "verdict": verdict if len(first) else "not measured"}
+        for name, each in zip(texts, gaps, strict=True):
+            claim[name] = f"{(each > 0).sum()} of {len(each)}"
+        rows.append(claim)
     return pd.DataFrame(rows)
 
 

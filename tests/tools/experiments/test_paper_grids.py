@@ -134,12 +134,14 @@ def test_the_terms_can_be_trained(name):
 
 def test_the_arena_on_other_text():
     given = {"runs": "runs/other", "data": "data/prose_text_document", "vocab": "v.json"}
+    given["split"] = "80,5,15"
     code, other = cells("arena.yml")[0], cells("arena.yml", **given)[0]
     found = other.config()
     assert other.folder == Path("runs/other/kerple_log-1246") != code.folder
     assert (found.data.data_path, found.data.vocab_file) == (given["data"], given["vocab"])
     of_code = code.config()
-    changed = {name: getattr(of_code.data, name) for name in ("data_path", "vocab_file")}
+    changed = {name: getattr(of_code.data, name) for name in ("data_path", "vocab_file", "split")}
+    assert found.data.split == given["split"] != of_code.data.split == "90,5,5"
     assert found.data.model_copy(update=changed) == of_code.data
     assert found.optimizer == of_code.optimizer and found.training == of_code.training
 
