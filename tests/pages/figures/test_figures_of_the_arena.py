@@ -5,14 +5,11 @@ from __future__ import annotations
 import csv
 import itertools
 import json
-import math
 import re
 
 import pandas as pd
-import torch
 
 from megatron.evaluation.suite.intervals import LEVEL
-from megatron.positional.rpe import Rpe
 from tests.helpers.paths import CONFIGS, ROOT
 from tests.pages.figures.held import constant, grid, says, word
 
@@ -229,44 +226,3 @@ def test_the_other_text():
         "and the five with the highest mean gain in step 3",
         f"--only METHOD-{seed}",
     )
-
-
-def test_the_tasks_with_a_prediction():
-    about, cells = grid("arena_tasks").about, grid("arena_tasks").cells
-    configs = {cell.axes["task"]: cell.config() for cell in cells}
-    tasks = {name: each.data for name, each in configs.items()}
-    options = {name: each.task_options for name, each in tasks.items()}
-    (longest,) = {each["max_length"] for each in options.values()}
-    (steps,) = {each.training.train_iters for each in configs.values()}
-    symbols = options["unique_copy"]["symbols"]
-
-    def distinct(length: int) -> float:
-        return math.perm(symbols, length) / symbols**length
-
-    assert tasks["copy"].data_path == tasks["copy_64"].data_path == "builtin:copy"
-    assert options["copy"] | {"symbols": symbols} == options["copy_64"] == options["unique_copy"]
-    with (LAB / "tables" / "arena_tasks.csv").open(newline="") as file:
-        table = {row["task"]: row["examples"] for row in csv.DictReader(file)}
-    assert [*table] == [*about.axes["task"]]
-    assert table["unique_copy"] == f"rows of different numbers below {symbols}"
-    assert table["copy_64"] == f"rows of numbers below {symbols}, which may recur"
-    of = {cell.axes["embedding"]: cell.config().model for cell in cells}
-    buckets = Rpe(of["rpe"].rpe_num_buckets, of["rpe"].rpe_max_distance).bucket(torch.arange(99))
-    last = int((buckets == buckets.max()).nonzero()[0])
-    says(
-        PAGE,
-        f"| 4 | {len(cells)} of {steps:,} steps |",
-        f"eight embeddings on four [length tasks](../length_tasks.md), trained at lengths 1 to"
-        f" {longest} for {steps:,} steps, seeds {about.seeds[0]} to {about.seeds[-1]}.",
-        f"its score at length {about.lengths[0]} is at least 0.8.",
-        f"its score at length {about.lengths[1]} is at least half of that at length {longest}.",
-        f"both numbers of runs, of {word(len(about.seeds))}. Length {about.lengths[2]} is",
-        f"`length` of `fire` is {2 * longest}, the inputs of",
-        f"The last bucket of `rpe` begins at distance {last}, so",
-        f"a row of length {longest} by position alone: each symbol is copied over {longest + 1}",
-        f"{distinct(longest):.0%} of the rows of length {longest} have no number twice, and"
-        f" {distinct(about.lengths[1]):.0%} of those of length {about.lengths[1]}.",
-    )
-    assert of["fire"].pos_emb_options == {"length": 2 * longest}
-    assert of["rpe"].rpe_max_distance == of["rpe"].rpe_num_buckets == 8 < longest + 1
-    assert (len(about.axes["embedding"]), len(table)) == (8, 4)
