@@ -7,7 +7,7 @@ Each finished run is measured at the lengths of the grid. Its measures are store
 finite, is named and left out. Rows of an earlier `runs.csv` stay, so the grid may be run in parts.
 
 `runs.csv` has a row for each run, `methods.csv` a row for each method with the plan's label and
-tests. The tests are made when each method has all its seeds. The pictures show the gain of each
+tests (with `--tests`, when all runs have ended). The pictures show the gain of each
 run, and the perplexity by length of each method.
 """
 
@@ -40,7 +40,7 @@ from megatron.entry import assignment
 from megatron.evaluation.suite import context, perplexity, recall
 from megatron.evaluation.suite.intervals import FEWEST
 from megatron.evaluation.suite.measure import Subject, read_sample
-from megatron.evaluation.suite.pointer import pointer
+from megatron.evaluation.suite.pointer import distinct_documents, pointer
 from megatron.files import write_text
 from tools.experiments.claims import holm
 from tools.experiments.grid import Cell
@@ -60,6 +60,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("grid", type=Path)
     parser.add_argument("--out", type=Path, required=True, help="folder for tables and pictures")
     parser.add_argument("--jobs", type=int, default=1, help="runs measured at a time")
+    parser.add_argument("--tests", action="store_true", help="all runs have ended: make the tests")
     parser.add_argument("--set", action="append", default=[], type=assignment,
                         metavar="NAME=VALUE", help="a variable of the grid")  # fmt: skip
     given = parser.parse_args(arguments)
@@ -78,7 +79,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given.out.mkdir(parents=True, exist_ok=True)
     runs = with_earlier(pd.DataFrame(map(row, cells)), given.out / "runs.csv", ["method"])
     runs.to_csv(given.out / "runs.csv", index=False, float_format="%.6g")
-    methods = compared(runs)
+    methods = compared(runs, given.tests)
     methods.to_csv(given.out / "methods.csv", index=False, float_format="%.4g")
     print(methods.to_string(index=False))
     pictures.save(gains(runs), given.out / "gain.png")
@@ -117,12 +118,14 @@ def measured(cell: Cell) -> dict[str, Any]:
             eod=run.tokenizer.eod,
         )
         subject = Subject(run.model, groups, chosen.eval_batch_tokens)
+        documents = distinct_documents(sample.sequences_nT, sample.documents)
+        more = replace(sample, tokens=EXACT_TOKENS, documents=documents)
         full_nT = subject.losses(sample.sequences_nT)
         twin_nT = subject.losses(sample.sequences_nT, window=sample.train_length)
         found = [
             perplexity.by_length(subject, sample, full_nT, run.tokenizer.token_bytes),
             context.windowed_twin(sample, full_nT, twin_nT),
-            context.exact_context(subject, replace(sample, tokens=EXACT_TOKENS), full_nT),
+            context.exact_context(subject, more, full_nT),
             pointer(sample, full_nT, twin_nT),
             recall.induction(subject, sample),
             recall.copying(subject, sample),
@@ -155,8 +158,12 @@ def row(cell: Cell) -> dict[str, Any]:
     }
 
 
-def compared(runs: pd.DataFrame) -> pd.DataFrame:
-    """Return the means of each method, its label and the plan's tests, in the order of the gain."""
+def compared(runs: pd.DataFrame, tests: bool = False) -> pd.DataFrame:
+    """Return the means of each method and its label, in the order of the gain.
+
+    Args:
+        tests: Also return the p values of the plan's tests, for methods with all their seeds.
+    """
     shortest, *_, longest = perplexities(runs)
     headroom = runs[runs.method == REFERENCE].set_index("seed").headroom
     values = runs.assign(
@@ -171,21 +178,27 @@ def compared(runs: pd.DataFrame) -> pd.DataFrame:
     means["label"] = groups[["gain_low", "gain_high", "exact_low", "exact_high"]].apply(label)
     searched = pd.read_csv(FAMILIES)["searched with"].str.replace(" ", "")
     means["rate"] = np.where(means.index.isin(searched), "searched", "of its family")
-    if (means.seeds == SEEDS).all():
+    if tests:
+        tested = means[means.seeds == SEEDS]
         gain, level = (
-            values.pivot(index="method", columns="seed", values=each).reindex(means.index)
+            values.pivot(index="method", columns="seed", values=each).loc[tested.index]
             for each in ("gain", "level")
         )
         above = ttest_1samp(gain, 0, axis=1, alternative="greater").pvalue
-        above = pd.Series(np.where(means.label == "gains", above, 1.0), gain.index)
+        above = pd.Series(np.where(tested.label == "gains", above, 1.0), gain.index)
         means["gain_p"] = corrected(above)
         means["gain_differs_p"] = corrected(paired(gain))
-        means["level_differs_p"] = corrected(paired(level[means.rate == "searched"]))
+        means["level_differs_p"] = corrected(paired(level[tested.rate == "searched"]))
     return means.sort_values("gain", ascending=False).reset_index()
 
 
 def label(method: pd.DataFrame) -> str:
-    """Return what distant text does to a method, by the intervals of both gains of each seed."""
+    """Return what distant text does to a method, by the intervals of both gains of each seed.
+
+    Without all seeds, the label is empty.
+    """
+    if len(method) < SEEDS:
+        return ""
     if (method[["gain_low", "exact_low"]] > 0).all(axis=None):
         return "gains"
     return "loses" if (method[["gain_high", "exact_high"]] < 0).all(axis=None) else "unclear"

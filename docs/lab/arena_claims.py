@@ -17,6 +17,7 @@ from pathlib import Path
 
 import numpy as np
 import pandas as pd
+from arena import SEEDS
 from recipe import perplexities
 
 CLAIMS = Path(__file__).parent / "tables" / "arena_claims.csv"
@@ -45,8 +46,9 @@ def judged(claims: pd.DataFrame, texts: Mapping[str, pd.DataFrame]) -> pd.DataFr
         gaps = [(side(runs, claim["higher"]) - side(runs, claim["lower"])).dropna()
                 for runs in texts.values()]  # fmt: skip
         first, holds = gaps[0], int((gaps[0] > 0).sum())
-        verdict = {len(first): "supported", 0: "contradicted"}.get(holds, "undecided")
-        claim |= {"difference": first.mean(), "verdict": verdict if len(first) else "not measured"}
+        verdict = {SEEDS: "supported", 0: "contradicted"}.get(holds, "undecided")
+        complete = len(first) == SEEDS
+        claim |= {"difference": first.mean(), "verdict": verdict if complete else "incomplete"}
         for name, each in zip(texts, gaps, strict=True):
             claim[name] = f"{(each > 0).sum()} of {len(each)}"
         rows.append(claim)

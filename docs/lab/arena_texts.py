@@ -21,7 +21,7 @@ from scipy.stats import spearmanr
 PAPER = ["kerple_log", "kerple_power", "alibi", "rpe", "rotary", "sinusoidal"]
 BEST = 5
 SEED = 1246
-"""The seed of the runs on other text. The choice does not use it."""
+"""The seed of the runs on other text. The choice does not rank methods by it."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -31,7 +31,7 @@ def run(tmp_path):
     shutil.copytree(FIXTURES / "checkpoint" / "run", folder)
     shutil.copyfile(FIXTURES / "checkpoint" / "config.yml", folder / "config.yml")
     (folder / "extrapolation.csv").write_text(
-        "length,perplexity,code\n16,5.512345,1e5\n32,5.25,b\n"
+        "length,perplexity,code\n16,5.51234567,1e5\n32,9.1e-05,a.b\n"
     )
     (folder / "suite").mkdir()
     (folder / "suite" / "report.json").write_text('{"verdict": ["It uses 12 tokens."]}')
@@ -58,7 +58,8 @@ def test_the_card_has_what_the_run_knows(run, exported):
         f"- data_path: {trained['data_path']}",
         f"- steps: {trained['train_iters']} of {trained['train_batch_size']} texts",
         f"- optimizer: {{'type': 'adam', 'params': {{'lr': {trained['optimizer']['params']['lr']},",
-        "| length | perplexity | code |\n|---|---|---|\n| 16 | 5.5123 | 1e5 |\n| 32 | 5.25 | b |",
+        "| length | perplexity | code |\n|---|---|---|\n| 16 | 5.51235 | 1e5 |\n"
+        "| 32 | 9.1e-05 | a.b |",
         "vocabulary. Trained by KERPLE-NeoX.\n",
         "- It uses 12 tokens.",
     ):

@@ -71,52 +71,8 @@ def test_attention_with_documents():
     assert stands("On a CPU", what) == said
 
 
-def test_the_training_step():
-    folders = ("train_step", "train_step_amd_zen4")
-    first, other = (
-        {x["variant"]: x for x in json.loads((FOLDER / f / "train_step.json").read_text())["rows"]}
-        for f in folders
-    )
-    speed = {name: each["tokens_per_second"] for name, each in first.items()}
-    goals = dict(zip(("plain", "published", "compiled"), goals_on("cpu"), strict=True))
-    plain = speed["project"] / speed["plain"]
-    rates = " and ".join(f"{speed[x] / 1000:.1f}k" for x in ("project", "plain"))
-    found = row("On a CPU", "training step of the quickstart's shape")
-    assert found["stands"] == f"{plain:.2f} ({rates})" and found["goal"] == f"≥ {goals['plain']}"
-    compiled = row("On a CPU", "the same, both compiled")
-    ratio = speed["project, compiled"] / speed["plain, compiled"]
-    assert compiled["stands"] == f"{ratio:.2f}" and compiled["goal"] == f"≥ {goals['compiled']}"
-    published = row("On a CPU", "the same / published operations")
-    ratio = round(speed["project"] / speed["published"], 2)
-    now, *_, before, _ = limits(published["goal"])
-    assert published["stands"] == f"{ratio:.2f}" and now == goals["published"]
-    (earlier,) = re.findall(r"project / published, .*? \| ([\d.]+) \|", report_of("train_step"))
-    assert before == float(earlier)
-    said = f"missed by {now - ratio:.2f}, and the earlier goal by {before - ratio:.2f}."
-    assert said in published["evidence"]
-    share = f"{first['project']['share_of_matmul']:.0%} at width 128"
-    assert share in stands("On a CPU", "a step's share of the rate")
-    speed = {name: each["tokens_per_second"] for name, each in other.items()}
-    ratios = [speed["project"] / speed[name] for name in ("plain", "published")]
-    loop = [speed["project, plain loop"] / speed[name] for name in ("plain", "published")]
-    products = [other[x]["parts"]["products"] for x in ("project", "plain", "published")]
-    family, model = re.findall(r"family (\d+), model (\d+)", report_of("train_step_amd_zen4"))[0]
-    says(
-        "lab/performance",
-        f"On family {family}, model {model}, oneDNN",
-        f"has {ratios[0]:.2f} of the plain loop's tokens per second and {ratios[1]:.2f} of the",
-        f"without DeepSpeed has {loop[0]:.2f} and {loop[1]:.2f}, so",
-        f"The products take {min(products):.0%} to {max(products):.0%} of each",
-        f"the whole step is {plain:.2f} times as fast as the plain loop",
-    )
-
-
 def goals_on(device: str) -> list[float]:
     return [least for *_, least in train_step.GOALS[device]]
-
-
-def report_of(folder: str) -> str:
-    return (FOLDER / folder / "train_step.md").read_text()
 
 
 def test_products_generation_and_exports():

@@ -116,8 +116,9 @@ def test_the_findings_on_the_tasks():
         " {} of {} on `parity`.".format(
             *(each for t in ("unique_copy", "copy_64", "copy", "parity") for each in total[t])
         ),
-        f"largest mean score is {means.score_40.max():.2f} (`forget_gate` on `unique_copy`), and"
-        f" `kerple_log` has {means.score_40['unique_copy', 'kerple_log']:.2f}.",
+        f"largest mean score is {means.score_40.max():.2f} (`forget_gate` on `unique_copy`), then"
+        f" {means.score_40['unique_copy', 'sink+kerple_log']:.2f} (`sink + kerple_log`) and"
+        f" {means.score_40['unique_copy', 'kerple_log']:.2f} (`kerple_log`).",
         "no mean is above 0.02.",
         f"that generalize in two runs are {min(near):.2f} to {max(near):.2f}.",
     )

@@ -80,7 +80,7 @@ def test_the_arenas_tests_are_t_tests_over_seeds(arena):
     runs.loc[(runs.method == "bam") & (runs.seed == 2), "perplexity_128"] = 10.1
     runs.loc[(runs.method == "fire") & (runs.seed == 3), "perplexity_128"] = 10.2
     runs.loc[(runs.method == "kerple_log") & (runs.seed > 1), "headroom"] = 0.1
-    found = arena.compared(runs).set_index("method")
+    found = arena.compared(runs, tests=True).set_index("method")
     assert found.index.tolist() == ["bam", "kerple_log", "fire", "sandwich"]
     assert found.label.to_dict() == {
         "bam": "gains", "kerple_log": "gains", "fire": "unclear", "sandwich": "loses"
@@ -113,14 +113,19 @@ def test_the_arenas_tests_are_t_tests_over_seeds(arena):
     assert [label.get_text() for label in axes.get_yticklabels()] == found.index[::-1].tolist()
 
 
-def test_there_are_no_tests_before_each_method_has_its_seeds(arena):
-    rows = [*of_seeds("kerple_log", (0.02, 0.021, 0.025)), *of_seeds("bam", (0.03, 0.03))]
+def test_a_method_without_all_seeds_has_no_label_and_no_test(arena):
+    rows = [
+        *of_seeds("kerple_log", (0.02, 0.021, 0.025)), *of_seeds("bam", (0.03, 0.03)),
+        *of_seeds("rpe", (0.03, 0.03, 0.032)),
+    ]  # fmt: skip
     found = arena.compared(pd.DataFrame(rows))
-    assert "gain_p" not in found and found.seeds.tolist() == [2, 3]
-    rows = [*of_seeds("rpe", (0.02, 0.021, 0.025)), *of_seeds("bam", (0.03, 0.03, 0.036))]
-    found = arena.compared(pd.DataFrame(rows))
-    assert (found.gain_p < 1).all() and found.gain_differs_p.isna().all()
-    assert found.share.isna().all()
+    assert "gain_p" not in found and found.label.tolist() == ["gains", "", "gains"]
+    found = arena.compared(pd.DataFrame(rows), tests=True).set_index("method")
+    assert found.seeds["bam"] == 2 and found.loc["bam"].filter(like="_p").isna().all()
+    alone = arena.compared(pd.DataFrame([*rows[:3], *rows[5:]]), tests=True).set_index("method")
+    assert found.gain_p["rpe"] == alone.gain_p["rpe"] < 0.05
+    found = arena.compared(pd.DataFrame(rows[3:]), tests=True)  # without the reference
+    assert found.gain_differs_p.isna().all() and found.share.isna().all()
 
 
 def small_grid(folder, method):

@@ -116,14 +116,15 @@ def test_a_claim_of_the_paper_needs_every_pair(monkeypatch, tmp_path):
         (tmp_path / folder).mkdir()
         pd.DataFrame(rows).to_csv(tmp_path / folder / "runs.csv", index=False)
     wanted = {
-        ("kerple_log at 2048", "alibi at 2048"): ("1 of 2", "undecided", "1 of 1"),
-        ("kerple_log at 128", "alibi at 128"): ("0 of 2", "contradicted", "1 of 1"),  # 10 and 10
-        ("change of alibi", "change of kerple_log"): ("1 of 2", "undecided", "1 of 1"),
-        ("change of kerple_log", "change of alibi"): ("1 of 2", "undecided", "0 of 1"),
+        ("kerple_log at 2048", "alibi at 2048"): ("1 of 2", "incomplete", "1 of 1"),
+        ("kerple_log at 128", "alibi at 128"): ("0 of 2", "incomplete", "1 of 1"),  # 10 and 10
+        ("change of alibi", "change of kerple_log"): ("1 of 2", "incomplete", "1 of 1"),
+        ("change of kerple_log", "change of alibi"): ("1 of 2", "incomplete", "0 of 1"),
         ("kerple_log", "windowed twin of kerple_log"): ("3 of 3", "supported", "1 of 1"),
-        ("alibi", "windowed twin of alibi"): ("1 of 2", "undecided", "1 of 1"),
+        ("alibi", "windowed twin of alibi"): ("1 of 2", "incomplete", "1 of 1"),
         ("kerple_log at 128", "kerple_log at 2048"): ("0 of 3", "contradicted", "0 of 1"),
-        ("rpe at 128", "alibi at 128"): ("0 of 0", "not measured", "0 of 0"),
+        ("kerple_log at 2048", "kerple_log at 512"): ("2 of 3", "undecided", "0 of 1"),
+        ("rpe at 128", "alibi at 128"): ("0 of 0", "incomplete", "0 of 0"),
     }
     table = pd.DataFrame([*wanted], columns=["lower", "higher"])
     table.to_csv(tmp_path / "claims.csv", index=False)
