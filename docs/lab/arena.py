@@ -6,8 +6,8 @@ Each finished run is measured at the lengths of the grid. Its measures are store
 (`arena.json`), so a run is measured once. A run that is not finished, or whose losses are not
 finite, is named and left out. Rows of an earlier `runs.csv` stay, so the grid may be run in parts.
 
-`runs.csv` has a row for each run, `methods.csv` a row for each method with the plan's label and
-tests (with `--tests`, when all runs have ended). The pictures show the gain of each
+`runs.csv` has a row for each run. `methods.csv` has a row for each method with its label and, with
+`--tests`, the plan's tests: use it when all runs have ended. The pictures show the gain of each
 run, and the perplexity by length of each method.
 """
 

@@ -223,7 +223,7 @@ def test_the_other_text():
         PAGE,
         f"the paper's {word(len(paper))} embeddings ({', '.join(f'`{name}`' for name in paper)})",
         f"The seed is {seed} alone",
-        f"gain of the seeds {seed + 1} and {seed + 2}.",
-        "and five more of three seeds",
+        f"gain of the seeds {seed + 1} and {seed + 2}, among",
+        "and the five with the highest mean gain of",
         f"--only METHOD-{seed}",
     )
