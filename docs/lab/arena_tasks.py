@@ -45,17 +45,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def scored(results: pd.DataFrame) -> pd.DataFrame:
     """Return a row for each run: scores by length, and whether it learnt and generalizes."""
     exact = results[results.metric == "exact"]
-    exact = exact.assign(order=pd.factorize(exact.cell)[0])
-    shares = exact.pivot(
-        index=["order", "task", "embedding", "seed"], columns="length", values="value"
-    )
+    runs = ["task", "embedding", "seed"]
+    shares = exact.pivot_table("value", runs, "length", sort=False)
     guessed = shares.index.get_level_values("task").map(lambda task: GUESSED.get(task, 0.0))
     scores = shares.sub(guessed, axis=0).div(1 - guessed, axis=0).round(9)  # so 0.4 is half of 0.8
     trained, twice = sorted(scores)[:2]
     learnt = scores[trained] >= LEARNT
     generalizes = learnt & (scores[twice] >= KEPT * scores[trained])
     scores = scores.rename(columns=lambda length: f"score_{length}")
-    return scores.assign(learnt=learnt, generalizes=generalizes).reset_index().drop(columns="order")
+    return scores.assign(learnt=learnt, generalizes=generalizes).reset_index()
 
 
 def counted(runs: pd.DataFrame) -> pd.DataFrame:
@@ -67,21 +65,20 @@ def counted(runs: pd.DataFrame) -> pd.DataFrame:
     return pd.concat([found, groups[chosen].mean()], axis=1).reset_index()
 
 
-@pictures.in_style()
 def drawn(runs: pd.DataFrame) -> Any:
     """Draw the mean score of each embedding by length, one plot for each task."""
     chosen = [name for name in runs if name.startswith("score_")]
     lengths = [int(name.removeprefix("score_")) for name in chosen]
     tasks = runs.groupby("task", sort=False)
+    groups = [
+        [pictures.Curve(str(name), lengths, one[chosen].mean())
+         for name, one in group.groupby("embedding", sort=False)]
+        for _, group in tasks
+    ]  # fmt: skip
     title = f"Score on length tasks, trained at lengths 1 to {lengths[0]}"
-    figure, plots = pictures.panels(title, len(tasks))
-    for axes, (task, group) in zip(plots, tasks, strict=True):
-        for name, means in group.groupby("embedding", sort=False)[chosen].mean().iterrows():
-            axes.plot(lengths, means, label=name)
-        axes.set(xlabel=f"length of {task}", ylabel="score (1: all right)", xscale="log")
-        axes.set_xticks(lengths, [f"{length:,}" for length in lengths])
-        axes.minorticks_off()
-    pictures.label_lines(plots)
+    figure = pictures.by_length(title, groups, "length", "score (1: all right)", fit=False)
+    for axes, (task, _) in zip(figure.axes, tasks, strict=True):
+        axes.set_xlabel(f"length of {task}")
     return figure
 
 
