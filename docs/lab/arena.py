@@ -7,8 +7,9 @@ Each finished run is measured at the lengths of the grid. Its measures are store
 finite, is named and left out. Rows of an earlier `runs.csv` stay, so the grid may be run in parts.
 
 `runs.csv` has a row for each run. `methods.csv` has a row for each method with its label and, with
-`--tests`, the plan's tests: use it when all runs have ended. The pictures show the gain of each
-run, and the perplexity by length of each method.
+`--tests`, the plan's tests: use it when all runs have ended. Each picture answers one question:
+does distant text help (gain), how much of what the text offers is taken (share), how well does the
+model do at the training length and beyond (level, by_length), from where does it recall (recall).
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 import torch
+from arena_pictures import draw
 from recipe import by_length, finished_cells, perplexities, with_earlier
 from scipy.stats import ttest_1samp
 
@@ -50,8 +52,6 @@ MEASURES = "arena.json"
 SEEDS = 3
 EXACT_TOKENS = 1_048_576
 """The number of tokens that are read for the gain over exactly W tokens (`exact`)."""
-LEAST_SHOWN = -0.075
-"""Nats per token. Lower gains are drawn at this value."""
 FAMILIES = Path(__file__).parent / "tables" / "arena_families.csv"
 
 
@@ -82,7 +82,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     methods = compared(runs, given.tests)
     methods.to_csv(given.out / "methods.csv", index=False, float_format="%.4g")
     print(methods.to_string(index=False))
-    pictures.save(gains(runs), given.out / "gain.png")
+    draw(with_derived(runs), given.out)
     pictures.save(by_length(runs, "Perplexity by length"), given.out / "by_length.png")
     return 0
 
@@ -164,13 +164,7 @@ def compared(runs: pd.DataFrame, tests: bool = False) -> pd.DataFrame:
     Args:
         tests: Also return the p values of the plan's tests, for methods with all their seeds.
     """
-    shortest, *_, longest = perplexities(runs)
-    headroom = runs[runs.method == REFERENCE].set_index("seed").headroom
-    values = runs.assign(
-        level=np.log(runs[shortest]),
-        change=np.log(runs[longest]) - np.log(runs[shortest]),
-        share=runs.gain / runs.seed.map(headroom),
-    )
+    values = with_derived(runs)
     groups = values.groupby("method", sort=False)
     means = groups[["level", "change", "gain", "exact", "share", "places"]].mean()
     means.insert(0, "seeds", groups.size())
@@ -190,6 +184,17 @@ def compared(runs: pd.DataFrame, tests: bool = False) -> pd.DataFrame:
         means["gain_differs_p"] = corrected(paired(gain))
         means["level_differs_p"] = corrected(paired(level[tested.rate == "searched"]))
     return means.sort_values("gain", ascending=False).reset_index()
+
+
+def with_derived(runs: pd.DataFrame) -> pd.DataFrame:
+    """Return the runs with the measures that follow from their others: level, change and share."""
+    shortest, *_, longest = perplexities(runs)
+    headroom = runs[runs.method == REFERENCE].set_index("seed").headroom
+    return runs.assign(
+        level=np.log(runs[shortest]),
+        change=np.log(runs[longest]) - np.log(runs[shortest]),
+        share=runs.gain / runs.seed.map(headroom),
+    )
 
 
 def label(method: pd.DataFrame) -> str:
@@ -219,21 +224,6 @@ def paired(values: pd.DataFrame) -> pd.Series:
 
 def corrected(p_values: pd.Series) -> pd.Series:
     return pd.Series(holm(list(p_values)), index=p_values.index, dtype=float)
-
-
-@pictures.in_style()
-def gains(runs: pd.DataFrame) -> Any:
-    """Draw the gain of each run and the mean of each method; large losses are cut off."""
-    figure, (axes,) = pictures.panels("Gain from text beyond the training length")
-    means = runs.groupby("method").gain.mean().sort_values()
-    for place, name in enumerate(means.index):
-        given = runs[runs.method == name].gain.clip(lower=LEAST_SHOWN)
-        axes.plot(given, [place] * len(given), ls="", marker="o", ms=4, color="C0")
-        axes.plot(max(means[name], LEAST_SHOWN), place, ls="", marker="|", ms=14, color="C1")
-    axes.axvline(0, color="grey", lw=1)
-    axes.set(xlabel=f"nats per token (below {LEAST_SHOWN:g}: at the edge); line: mean over seeds")
-    axes.set_yticks(range(len(means)), means.index)
-    return figure
 
 
 if __name__ == "__main__":

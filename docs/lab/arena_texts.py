@@ -4,19 +4,23 @@
 
 Each folder contains a `runs.csv` of arena.py, for one text. The script prints the methods that the
 plan chooses by the runs in the first folder. With more folders, it writes `texts.csv` into the
-first: Spearman's rank correlation between the gains on the first text and on each other text.
+first: Spearman's rank correlation between the gains on the first text and on each other text. The
+picture `texts.png` shows these gains.
 """
 
 from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import pandas as pd
 from arena import SEEDS, compared
+from arena_pictures import on_texts
 from scipy.stats import spearmanr
+
+from megatron import pictures
 
 PAPER = ["kerple_log", "kerple_power", "alibi", "rpe", "rotary", "sinusoidal"]
 BEST = 5
@@ -32,7 +36,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     print("methods for other text:", *chosen(runs))
     if others:
         texts = {folder.name: pd.read_csv(folder / "runs.csv") for folder in others}
-        found = pd.DataFrame([correlation(runs, text, name) for name, text in texts.items()])
+        gains = gains_by_text({"code": runs, **texts})
+        labels = compared(runs).set_index("method").label
+        found = pd.DataFrame([correlation(gains, labels, name) for name in texts])
+        pictures.save(on_texts(gains), first / "texts.png")
         found.to_csv(first / "texts.csv", index=False, float_format="%.3g")
         print(found.to_string(index=False))
     return 0
@@ -47,16 +54,25 @@ def chosen(runs: pd.DataFrame) -> list[str]:
     return list(dict.fromkeys([*PAPER, *gain.index[:BEST]]))
 
 
-def correlation(code: pd.DataFrame, text: pd.DataFrame, name: str) -> dict[str, object]:
-    """Return the rank correlation of the gains of one seed, with and without losing methods."""
-    gains = pd.concat(
-        {of: runs[runs.seed == SEED].set_index("method").gain for of, runs in
-         (("code", code), ("text", text))}, axis=1, join="inner"
-    )  # fmt: skip
-    labels = compared(code).set_index("method").label
-    kept = gains[labels[gains.index] != "loses"]
-    found = {"text": name, "methods": len(gains), "rho": spearmanr(gains.code, gains.text)[0]}
-    rho = spearmanr(kept.code, kept.text)[0]
+def gains_by_text(texts: Mapping[str, pd.DataFrame]) -> pd.DataFrame:
+    """Return the gain of each method (rows) on each text (columns), of one seed."""
+    return pd.DataFrame(
+        {name: runs[runs.seed == SEED].set_index("method").gain for name, runs in texts.items()}
+    )
+
+
+def correlation(gains: pd.DataFrame, labels: pd.Series, text: str) -> dict[str, object]:
+    """Return the rank correlation of the gains on code and a text, with and without losing methods.
+
+    Args:
+        gains: The gain of each method on each text.
+        labels: The label of each method on code.
+        text: The name of the text.
+    """
+    both = gains[["code", text]].dropna()
+    kept = both[labels[both.index] != "loses"]
+    found = {"text": text, "methods": len(both), "rho": spearmanr(both.code, both[text])[0]}
+    rho = spearmanr(kept.code, kept[text])[0]
     return found | {"methods that do not lose": len(kept), "their rho": rho}
 
 
