@@ -96,6 +96,8 @@ def sharing_layout(processes: int | str) -> tuple[str, ...]:
         "train_batch_size=null",
         "gradient_accumulation_steps=null",
         "train_micro_batch_size_per_gpu=1",
+        "torch_compile=false",
+        "torch_compile_mode=default",
         "optimizer=null",  # Muon refuses tensor parallelism, but nothing is trained here
         "optimizer={type: Adam, params: {lr: 1.0}}",
     )

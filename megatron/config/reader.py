@@ -97,6 +97,7 @@ class _Document:
         self.settings: Settings = {}
         self.problems: list[Problem] = []
         self.nodes = 0
+        self.first: dict[KeyPath, tuple[int, yaml.Node]] = {}
         # JSON files may be indented with tabs, which YAML does not allow.
         text = re.sub(r"(?m)^[ \t]+", lambda m: m.group().replace("\t", "    "), text)
         try:
@@ -133,13 +134,12 @@ class _Document:
             node: The mapping.
             path: The key path of the mapping.
         """
-        first: dict[str, tuple[int, yaml.Node]] = {}
         for key, line, value in self._entries(node, path):
-            here = (*path, key)
-            if key in first:
-                self._repeated(here, line, value, *first[key])
+            here = (*path, key) if path else tuple(key.split("."))
+            if here in self.first:
+                self._repeated(here, line, value, *self.first[here])
                 continue
-            first[key] = line, value
+            self.first[here] = line, value
             if isinstance(value, yaml.MappingNode) and value.value:
                 self._read(value, here)
             else:

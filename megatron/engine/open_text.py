@@ -7,7 +7,7 @@ from megatron.config import Config
 from megatron.data.corpora.python_stdlib import resolve_data_path
 from megatron.data.errors import DataError
 from megatron.data.samples.blend import weights_by_documents
-from megatron.data.samples.split import SPLITS, split_documents
+from megatron.data.samples.split import NO_VALIDATION, SPLITS, split_documents
 from megatron.data.shards.fingerprint import fingerprint
 from megatron.data.shards.interface import Shards
 from megatron.data.shards.joined import join, open_each
@@ -52,7 +52,8 @@ class Text:
     @property
     def about(self) -> str:
         tokens = int(self.shards.sizes.sum(dtype="int64"))
-        return f"{tokens:,} tokens in {len(self.shards):,} documents"
+        none = "" if self.splits[1][0] < self.splits[1][1] else NO_VALIDATION
+        return f"{tokens:,} tokens in {len(self.shards):,} documents{none}"
 
     def content(self) -> str:
         return fingerprint(self.shards)

@@ -11,7 +11,7 @@ from megatron.config import Config
 from megatron.config.sections.data import DataConfig
 from megatron.data.corpora.catalogue import CORPORA, GPT2_FILES
 from megatron.data.errors import DataError
-from megatron.data.samples.split import SPLITS, split_documents
+from megatron.data.samples.split import NO_VALIDATION, SPLITS, split_documents
 from megatron.data.shards.joined import join, open_each
 from megatron.data.tokenizers.build import build_tokenizer
 from megatron.files import existing, why_unwritable
@@ -72,11 +72,12 @@ def _text(config: Config) -> Iterator[Finding]:
     splits = split_documents("1" if data.train_data_paths else data.split, len(sizes))
     first, last = splits[0]
     tokens = int(sizes[first:last].sum(dtype="int64"))
+    none = "" if data.valid_data_paths or splits[1][0] < splits[1][1] else NO_VALIDATION
     wanted = config.batch.train_batch_size * config.model.seq_length * config.training.train_iters
     yield (
         False,
         f"text to train on {tokens:,} tokens in {last - first:,} of {len(sizes):,} documents; "
-        f"the run reads {wanted:,} = {wanted / max(1, tokens):.3g} epochs",
+        f"the run reads {wanted:,} = {wanted / max(1, tokens):.3g} epochs{none}",
     )
     name, longest = config.evaluation.eval_split, max(config.evaluation.eval_lengths, default=0)
     first, last = splits[SPLITS.index(name)]

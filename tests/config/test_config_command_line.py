@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from megatron.config import Config
-from megatron.config.command_line import config_parser, load_or_exit
+from megatron.config.command_line import config_parser, load_for, load_or_exit, sharing_layout
 
 
 def parse(base: Path, line: str) -> Config:
@@ -52,3 +52,11 @@ def test_mistakes_are_named(base: Path, line: str, says: str, capsys) -> None:
     with pytest.raises(SystemExit) as leaving:
         parse(base, line)
     assert leaving.value.code == 2 and says in capsys.readouterr().err
+
+
+def test_a_compiled_run_is_used_by_several_processes(base: Path) -> None:
+    with base.open("a") as file:
+        file.write("torch_compile: true\ntorch_compile_mode: max-autotune\n")
+    arguments = config_parser("use").parse_args([str(base)])
+    config = load_for(2, arguments, *sharing_layout(2))
+    assert config.parallel.model_parallel_size == 2 and not config.training.torch_compile

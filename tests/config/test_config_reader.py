@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from megatron.config import load_config
 from megatron.config.reader import Settings, merge, read_file, read_override, scalar
 
 WORDS = ["num_layers", "hidden_size", "fp16", "optimizer", "params", "lr", "a_b_c", "x"]
@@ -82,6 +83,8 @@ def test_json_in_yaml_with_lines(tmp_path: Path) -> None:
         "a_b: 1\na_b: true\n",
         '{"a-b": 1,\n "a_b": 2}',
         "o:\n  x: 1\na_b: 1\na_b: 2\n",
+        "fp16: {enabled: true}\nfp16.enabled: false\n",
+        "zero_optimization.stage: 2\nzero_optimization: {stage: 0}\n",
     ],
 )
 def test_duplicate_keys(text: str, tmp_path: Path) -> None:
@@ -221,3 +224,11 @@ def test_dash_and_underscore_are_the_same(tmp_path_factory: Any, tree: dict, ran
     one, _ = read_file(write(directory, json.dumps(tree)))
     two, _ = read_file(write(directory, json.dumps(respell(tree))))
     assert plain(one) == plain(two)
+
+
+def test_a_dotted_key_of_a_file_is_a_nested_key(tmp_path: Path, base: Path) -> None:
+    settings, problems = read_file(write(tmp_path, "fp16.enabled: true\na: {b.c: 1}\n"))
+    assert not problems and list(settings) == [("fp16", "enabled"), ("a", "b.c")]
+    config = write(tmp_path, base.read_text() + "fp16.enabled: true\n")
+    assert load_config([config]).training.precision == "fp16"
+    assert load_config([config], ["fp16=null"]).training.precision == "fp32"

@@ -11,6 +11,8 @@ import pytest
 from megatron.config import load_config
 from megatron.config.describe import describe, doubts
 from megatron.data.shards.reader import ShardReader
+from megatron.engine.build import tokenizer_of
+from megatron.engine.open_text import open_text
 from megatron.pretraining import readiness as module
 from megatron.pretraining.readiness import readiness
 from tests.helpers.jobs import write_config, write_shards
@@ -105,6 +107,16 @@ def test_held_out_text_that_is_shorter_than_the_longest_evaluation_is_named(tmp_
     ]
     none = problems(config, eval_lengths=[16], split="999,1", eval_split="valid")
     assert none[0].startswith("split: the valid split has 0 tokens in 0 documents, too few")
+
+
+def test_a_split_without_documents_to_validate_on_is_named(tmp_path):
+    given = {"train_iters": 2, "train_batch_size": 8}
+    config = write_config(tmp_path / "c.yml", write_shards(tmp_path), **given)
+    for split, says in (("50,50", False), ("999,1", True)):
+        loaded = load_config([config], [f"split={split}"])
+        (fact, *_) = (line for is_problem, line in readiness(loaded) if not is_problem)
+        about = open_text(loaded, tokenizer_of(loaded)).about
+        assert {line.endswith("; no document to validate on") for line in (fact, about)} == {says}
 
 
 def test_a_small_disk_and_folders_that_cannot_be_written_are_named(tmp_path):

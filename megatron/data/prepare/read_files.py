@@ -140,9 +140,10 @@ def _read_text(source: Source, keys: tuple[str, ...], facts: dict, place: Place)
     def documents() -> Iterator[tuple[str, bytes]]:
         nonlocal done
         for path in paths:
-            place.name, place.size, place.expanded = path, os.path.getsize(path), 0
-            done += place.size
+            place.name, place.expanded = path, 0
             with foreign_bytes(place), CountedFile(path) as raw:
+                place.size = os.path.getsize(path)
+                done += place.size
                 content = place.read(decompressed(path, raw, place.expand))
                 digests.append(raw.digest())
             yield path, content

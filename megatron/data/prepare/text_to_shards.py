@@ -174,27 +174,28 @@ class Preparation:
 
     def _write(self, result: Encoded, show: Callable[[int], None]) -> None:
         """Append the tokens of one chunk to the shards."""
-        # The journal is updated if it is due.
+        # If it is due, the journal is updated before that. A fault while reading cuts off the chunk
+        # before it, so the journal must not count that chunk as written.
         if result.faults and self.on_error == "stop":
             raise CorpusError(result.faults[0])
+        state = self.state
+        if state.done and self.journal.due:
+            state.written = [writer.sync() for writer in self.writers]
+            self.skipped.flush()
+            state.skipped_bytes = os.path.getsize(self.skipped_part)
+            state.archive = self.archive.sync() if self.archive else 0
+            self.journal.write(state)
         self.skipped.writelines(f"{fault}\n" for fault in result.faults)
         for writer, tokens, sizes in zip(self.writers, result.tokens, result.sizes, strict=True):
             writer.add_documents(tokens, sizes)
         if self.archive:
             self.archive.add(result.documents)
-        state = self.state
         for name, count in result.counts.items():
             state.counts[name] += count
         state.done = [result.source, result.number]
         state.begin = state.begin or state.done
         read = self.ends[result.source] - self.sources[result.source].size + result.position
         show(read - self.total * (self.part - 1) // self.parts)
-        if self.journal.due:
-            state.written = [writer.sync() for writer in self.writers]
-            self.skipped.flush()
-            state.skipped_bytes = os.path.getsize(self.skipped_part)
-            state.archive = self.archive.sync() if self.archive else 0
-            self.journal.write(state)
 
     def _finish(self) -> list[dict]:
         """Complete the shards and the list of skipped records, and return the manifests."""
@@ -204,6 +205,10 @@ class Preparation:
         manifests = self._manifests(faults)
         if self.archive:
             self.archive.sync()  # while a full disk can still be cured and the run continued
+        for writer, manifest in zip(self.writers, manifests, strict=True):
+            writer.manifest = to_bytes(manifest)
+        for output in self.outputs:
+            output.finalize()
         self.skipped.flush()
         if faults:
             os.replace(self.skipped_part, self.skipped_path)
@@ -211,10 +216,6 @@ class Preparation:
         else:
             self.skipped_part.unlink(missing_ok=True)
             self.skipped_path.unlink(missing_ok=True)
-        for writer, manifest in zip(self.writers, manifests, strict=True):
-            writer.manifest = to_bytes(manifest)
-        for output in self.outputs:
-            output.finalize()
         self.journal.remove()
         return manifests
 

@@ -56,8 +56,8 @@ def weights_by_documents(documents: Sequence[int], alpha: float) -> list[float]:
         alpha: The exponent of p_d in q_d.
     """
     # The config key `weight_by_num_documents` selects these weights.
-    if len(documents) == 1 or not any(documents):  # a split without documents has no samples
-        return [1.0] * len(documents)
+    if sum(map(bool, documents)) < 2:  # a split without documents has no samples
+        return [float(n > 0 or not any(documents)) for n in documents]
     shares = normalized(documents)
     powers = normalized([share**alpha for share in shares])
     return normalized([power * (1 - p) for power, p in zip(powers, shares, strict=True)])

@@ -1,6 +1,7 @@
 """Divide the documents of a data set into training, validation and test documents."""
 
 SPLITS = ("train", "valid", "test")
+NO_VALIDATION = "; no document to validate on"
 
 
 def split_documents(split: str, num_documents: int) -> list[tuple[int, int]]:

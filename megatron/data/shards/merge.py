@@ -42,8 +42,8 @@ def merge(prefixes: Sequence[str], output: str | os.PathLike) -> tuple[int, int]
                 sums = {key: sum(each.get(key, 0) for each in known) for key in COUNTS}
                 names = [Path(prefix).name for prefix in prefixes]
                 merged = dict(zip(names, (each["source"] for each in known), strict=True))
-                source = {"merged": merged}
-                writer.manifest = to_bytes({**known[0], **sums, "source": source})
+                sums["append_eod"] = all(each.get("append_eod", True) for each in known)
+                writer.manifest = to_bytes({**known[0], **sums, "source": {"merged": merged}})
             if not writer.documents:
                 raise ShardError(f"{', '.join(prefixes)}: no document in them; nothing is written")
             return writer.documents, writer.tokens

@@ -14,8 +14,12 @@ import prepare_data
 from megatron.data.errors import ShardError
 from megatron.data.prepare.journal import Journal, State
 from megatron.data.prepare.sources import find_sources
+from megatron.data.prepare.text_to_shards import Preparation
 from megatron.data.shards.joined import find_prefixes
+from megatron.data.shards.manifest import read_manifest
+from megatron.data.shards.merge import merge
 from megatron.data.shards.reader import ShardReader
+from megatron.data.tokenizers.byte_level import ByteLevelTokenizer
 from tools import inspect_shards, merge_shards
 from tools.datasets import preprocess_data
 
@@ -157,3 +161,27 @@ def test_a_key_named_twice(tmp_path, capsys):
             [*flags, "--tokenizer-type", "CharLevelTokenizer", "--jsonl-keys", "text", "text"]
         )
     assert "--jsonl-keys text text: a key is given twice" in capsys.readouterr().err
+
+
+def test_a_file_that_vanishes_is_skipped_alone(tmp_path, monkeypatch):
+    paths = [tmp_path / "in" / f"{number}.txt" for number in range(9)]
+    paths[0].parent.mkdir()
+    for path in paths:
+        path.write_text(path.name)
+    sources = find_sources([str(tmp_path / "in")])
+    paths[4].unlink()
+    prefix = str(tmp_path / "x")
+    [manifest] = Preparation(sources, [prefix], ByteLevelTokenizer(), on_error="skip").run()
+    assert (manifest["documents"], manifest["source"]["skipped"]) == (8, 1)
+    (fault,) = Path(f"{prefix}.skipped.txt").read_text().splitlines()
+    assert fault.startswith(f"{paths[4]}: ")
+
+
+def test_merged_shards_say_that_one_has_no_ends_of_documents(tmp_path, run):
+    (tmp_path / "a.jsonl").write_text(GOOD)
+    run([tmp_path / "a.jsonl"], name="a")
+    run([tmp_path / "a.jsonl"], "--no-append-eod", name="b")
+    for order in ("ab", "ba", "aa"):
+        prefixes = [str(tmp_path / "out" / f"{name}_text_document") for name in order]
+        merge(prefixes, tmp_path / order)
+        assert read_manifest(str(tmp_path / order))["append_eod"] is (order == "aa")

@@ -13,6 +13,9 @@ from pathlib import Path
 
 import pytest
 
+import prepare_data
+from megatron.data.shards.reader import ShardReader
+from megatron.data.shards.writer import ShardWriter
 from tests.helpers.commands import ROOT, alive, begin_and_pause, call, content
 
 
@@ -190,3 +193,34 @@ def test_memory_does_not_grow_with_the_input(tmp_path, kind, workers):
         peaks.append(list(map(int, done.stdout.split("peak")[1].split())))
     for small, large in zip(*peaks, strict=True):
         assert large < small + 7_000, peaks
+
+
+def test_the_chunk_that_a_fault_cut_off_is_read_again(tmp_path, capsys):
+    """A journal after each chunk, and the flag that the error names: no document is lost."""
+    (tmp_path / "in").mkdir()
+    sizes = [100, 100, 100, 5000, 100, 100]
+    for number, size in enumerate(sizes):
+        (tmp_path / "in" / f"{number}.txt").write_text(f"{number}" * size)
+    run = ["--input", tmp_path / "in", "--name", "x", "-d", tmp_path, "--checkpoint-seconds", 0]
+    run = [*map(str, [*run, "--workers", 1])]
+    assert prepare_data.main([*run, "--max-document-bytes", "1000"]) == 1
+    assert "larger --max-document-bytes" in capsys.readouterr().err
+    assert prepare_data.main([*run, "--max-document-bytes", "10000"]) == 0
+    found = ShardReader(tmp_path / "x_text_document").sizes
+    assert [*found] == [size + 1 for size in sizes]
+
+
+def test_a_full_disk_at_the_end_leaves_the_list_of_skipped_records(tmp_path, monkeypatch):
+    (tmp_path / "a.jsonl").write_text('{"text": "a"}\nbad line\n{"text": "b"}\n')
+    run = ["--input", tmp_path / "a.jsonl", "--name", "x", "-d", tmp_path, "--on-error", "skip"]
+    run = [*map(str, [*run, "--checkpoint-seconds", 0])]
+
+    def full(_):
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(ShardWriter, "finalize", full)
+        assert prepare_data.main(run) == 1
+    assert prepare_data.main(run) == 0
+    (line,) = (tmp_path / "x_text_document.skipped.txt").read_text().splitlines()
+    assert line.startswith(f"{tmp_path / 'a.jsonl'}:2: ")

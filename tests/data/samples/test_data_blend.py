@@ -115,3 +115,9 @@ def test_extending_keeps_what_came_before(corpora):
     data, longer = (blended(corpora, [1, 2, 4], 40, extend) for extend in (None, 500))
     np.testing.assert_array_equal(longer.batch(np.arange(40)), data.batch(np.arange(40)))
     assert len(longer) == 500 and longer.batch(np.arange(500)).shape == (500, 9)
+
+
+def test_weights_of_corpora_without_documents():
+    assert weights_by_documents([7, 0], 0.3) == [1, 0]
+    assert weights_by_documents([0, 7, 0], 2000) == [0, 1, 0]
+    assert weights_by_documents([3, 3, 0], 0.3) == pytest.approx([0.5, 0.5, 0])
