@@ -72,8 +72,6 @@ def main(argv: list[str] | None = None) -> int:
     for cell in stale:
         print(f"{cell.name}: STALE: {states[cell.name][1]}")
     if args.stale == "rerun" and not args.slurm:
-        for cell in stale:
-            print(f"{cell.name}: old run moved to {_move_away(cell.folder)}")
         left = [cell for cell in cells if cell in left or cell in stale]
     if args.slurm:
         print(_array_job(args, grid, left) if left else "no cell is left")
@@ -109,6 +107,7 @@ def _run(args: argparse.Namespace, grid: Grid, left: list[Cell], *, stale: bool)
         _devices(args, grid.about.processes),
         lambda text: print(text, flush=True),
         lambda: write_index(grid.cells, grid.runs),
+        rerun=args.stale == "rerun",
     )
     for number in SIGNALS:
         signal.signal(number, runner.receive)
@@ -153,14 +152,6 @@ def _array_job(args: argparse.Namespace, grid: Grid, left: list[Cell]) -> str:
     command = ["sbatch", f"--array={numbers}{limit}", f"--gpus-per-node={grid.about.processes}"]
     command += ["tools/slurm/sweep.sbatch", str(args.grid), *options]
     return shlex.join(command)
-
-
-def _move_away(folder: Path) -> Path:
-    """Rename a run folder to the first free name FOLDER.stale-N, and return the new path."""
-    number = 1
-    while (target := folder.with_name(f"{folder.name}.stale-{number}")).exists():
-        number += 1
-    return folder.rename(target)
 
 
 if __name__ == "__main__":

@@ -80,17 +80,17 @@ def held_out_loss(
     return loss_of_batches(engine, loader, count, data.groups, data.counting)
 
 
-def log_final_losses(data: JobData, engine: Engine, log: RunLog) -> None:
-    """Measure and log the losses on the splits `valid` and `test` after training.
+def log_final_losses(data: JobData, engine: Engine, log: RunLog, step: int) -> None:
+    """Measure and log the losses on the splits `valid` and `test` after training, at step `step`.
 
     Every rank must call this function.
     """
-    t = data.config.training
-    for name, before in (("valid", t.train_iters // t.eval_interval), ("test", 0)):
+    validations = step // data.config.training.eval_interval
+    for name, before in (("valid", validations), ("test", 0)):
         loss = held_out_loss(data, engine, name, before)
         if loss is not None:
             text = f"{name} loss after training: {loss:.4f}"
-            log.metrics(t.train_iters, {f"final/{name}_loss": loss}, text)
+            log.metrics(step, {f"final/{name}_loss": loss}, text)
 
 
 def log_published_losses(data: JobData, engine: Engine, log: RunLog, step: int) -> None:

@@ -79,12 +79,12 @@ def train(config: Config, *, verbose: bool = False, allow_fallback: bool = False
         CheckpointError: A checkpoint cannot be read or written, or does not fit this run.
         DivergedError: The loss or a weight is not finite, or too many steps were bad.
     """
-    save = config.checkpoint.save
+    folder = Path(config.checkpoint.save or UNSAVED)
     with joined_job(config.parallel, verbose=verbose) as groups, ExitStack() as stack:
         confirm = unleased
-        if save and config.training.train_iters > 0 and groups.is_main:
-            require_writable(Path(save))
-            confirm = stack.enter_context(sole_writer(Path(save)))
+        if config.training.train_iters > 0 and groups.is_main:
+            require_writable(folder)
+            confirm = stack.enter_context(sole_writer(folder))
         Job(config, groups, allow_fallback=allow_fallback, confirm=confirm).run()
     return preemption.current.finish()
 
@@ -248,7 +248,7 @@ class Job:
         count = self._rolled_back.count(saved)
         if count > MOST_ROLL_BACKS:
             raise DivergedError(f"went back to {saved.path} {MOST_ROLL_BACKS} times; {bad}")
-        with keep_hyperparameters(self.schedule):
+        with keep_hyperparameters(self.schedule, self.engine.optimizer):
             there = restore(self.engine, self.groups, saved, self.description, saved.folder)
         consumed = loader.consumed_samples
         self.progress = replace(there, consumed_samples=consumed)
@@ -280,7 +280,7 @@ class Job:
     def _evaluate(self, log: RunLog) -> None:
         c, step = self.config, self.progress.step
         if c.training.eval_iters > 0 and c.training.train_iters > 0:
-            log_final_losses(self.data, self.engine, log)
+            log_final_losses(self.data, self.engine, log, step)
         elif c.training.eval_iters > 0:
             log_published_losses(self.data, self.engine, log, step)
         if c.evaluation.eval_lengths:

@@ -106,6 +106,15 @@ def test_a_job_whose_folder_was_taken_over_writes_nothing_more(folder, prefix):
     assert holder(run)["pid"] == 5
 
 
+def test_of_two_runs_without_save_the_second_is_refused(folder, prefix):
+    config, _ = config_at(folder / "unsaved", prefix, train_iters=2)
+    given = [config, "-o", "save=null", "-o", "load=null"]
+    with lease.sole_writer(folder / "runs" / "unsaved"):
+        code, text = run_script(ROOT / "train.py", *given, cwd=folder, environ=dict(os.environ))
+    assert code == 1 and "error: save: runs/unsaved is in use by process" in text and "another `save`" in text
+    assert not (folder / "runs" / "unsaved" / "metrics.jsonl").exists()
+
+
 def test_an_evaluation_needs_no_lease_and_changes_nothing(folder, prefix):
     config, run = config_at(folder / "read", prefix, train_iters=2)
     call("train.py", config, "-o", "eval_iters=1")

@@ -14,6 +14,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from pathlib import Path
 from typing import IO, Any
 
 from megatron.cpu_settings import waiting_of_children
@@ -68,6 +69,14 @@ def command_of(cell: Cell) -> list[str]:
     return [sys.executable, *launcher, str(ROOT / "train.py"), *cell.configs, *options]
 
 
+def _move_away(folder: Path) -> Path:
+    """Rename a run folder to the first free name FOLDER.stale-N, and return the new path."""
+    number = 1
+    while (target := folder.with_name(f"{folder.name}.stale-{number}")).exists():
+        number += 1
+    return folder.rename(target)
+
+
 class Runner:
     """Runs the training runs of a grid, several at a time.
 
@@ -76,6 +85,7 @@ class Runner:
             The value "" leaves the variable unchanged.
         say: A function that prints a line.
         changed: A function that is called after a run has started or ended.
+        rerun: Whether the folder of a stale run is moved away, so that the run starts anew.
 
     Attributes:
         failed: The runs that failed.
@@ -85,9 +95,15 @@ class Runner:
     """
 
     def __init__(
-        self, devices: Sequence[str], say: Callable[[str], None], changed: Callable[[], object]
+        self,
+        devices: Sequence[str],
+        say: Callable[[str], None],
+        changed: Callable[[], object],
+        *,
+        rerun: bool = False,
     ):
         self._free, self._say, self._changed = deque(devices), say, changed
+        self._rerun = rerun
         self._most = len(devices)
         self._running: list[_Running] = []
         self.failed: list[Cell] = []
@@ -135,6 +151,9 @@ class Runner:
         with ExitStack() as lease:
             self._work -= 1
             try:
+                if self._rerun and state_of(cell)[0] == "stale":
+                    with sole_writer(cell.folder):
+                        self._say(f"{cell.name}: old run moved to {_move_away(cell.folder)}")
                 record = Record.of(cell)
                 lease.enter_context(sole_writer(cell.folder))
                 if state_of(cell)[0] == "finished":

@@ -136,7 +136,7 @@ def _decide(
         # the same command again: the run in `save` began from this `load`
         before = saved.record.config.get("load")
         continues |= before is not None and Path(before).resolve() == load.resolve()
-    if saved and c.finetune and trains:
+    if saved and c.finetune and trains and (continues or not load):
         return Start(fresh, f"resuming the finetuning from {saved.path}", saved, resumes=True)
     loaded = saved if continues else usable(load)
     if trains and saved and not continues:

@@ -241,15 +241,12 @@ def load(engine: deepspeed.DeepSpeedEngine, folder: Path) -> None:
     """Load this rank's slices of a converted checkpoint. Every rank must call this function."""
     optimizer: Any = engine.optimizer  # DeepSpeed's wrapper of Adam
     settings: Any = engine._config
-    clip = getattr(optimizer, "clip_grad", None)
     settings.load_universal_checkpoint = True
     try:
         with only_safe_loads():
             engine.load_checkpoint(str(folder.parent), tag=folder.name)
     finally:
         settings.load_universal_checkpoint = False
-    if clip is not None:
-        optimizer.clip_grad = clip
     for state in optimizer.optimizer.state.values():
         if torch.is_tensor(state.get("step")):  # each ZeRO-3 group would count a shared tensor
             state["step"] = state["step"].clone()

@@ -93,7 +93,7 @@ class Start:
         step = self.progress.step
         if self.saved is not None and self.resumes:
             self.saved.require_same(run, "model", "data")
-            with keep_hyperparameters(annealing):
+            with keep_hyperparameters(annealing, engine.optimizer):
                 work = self.save or self.saved.folder
                 self.progress = restore(engine, groups, self.saved, run, work)
         elif step:

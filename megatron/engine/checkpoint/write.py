@@ -58,6 +58,7 @@ def write_state(
     """
     # DeepSpeed writes the files through `engine.checkpoint_engine`, which the caller may replace.
     if groups.is_main:
+        to.confirm()
         create_unfinished(to.folder, saved.tag)
     groups.barrier()
     client = {"universal_checkpoint_info": conversion_info(to.run)}

@@ -7,6 +7,7 @@ KERPLE code, theta always has weight decay.) If all of theta is frozen, it has n
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from copy import copy
 from typing import Any
 
 import torch
@@ -121,12 +122,23 @@ def build_optimizer(
 HYPERPARAMETERS = ("weight_decay", "betas", "eps", "momentum", "lr_multiplier")
 
 
+ENGINE_SETTINGS = ("clip_grad", "dynamic_loss_scale", "loss_scaler", "loss_scale_config")
+SCALE_STATE = {"cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis"}
+"""The attributes of DeepSpeed's dynamic loss scaler that are state, not settings."""
+
+
 @contextmanager
-def keep_hyperparameters(schedule: AnnealingLR) -> Iterator[None]:
+def keep_hyperparameters(schedule: AnnealingLR, engine_optimizer: Any) -> Iterator[None]:
     """Restore this run's learning rate and hyperparameters (such as betas) after the `with` block.
 
-    The block loads a checkpoint, which replaces these values.
+    The block loads a checkpoint, which replaces these values. The largest norm of the gradients and
+    the settings of the loss scale are restored, too; a dynamic scale continues from its old value.
+
+    Args:
+        engine_optimizer: DeepSpeed's wrapper of the optimizer.
     """
+    here = vars(engine_optimizer)
+    own = {key: copy(here[key]) for key in ENGINE_SETTINGS if key in here}
     kept = [
         {key: group[key] for key in HYPERPARAMETERS if key in group}
         for group in schedule.optimizer.param_groups
@@ -134,6 +146,11 @@ def keep_hyperparameters(schedule: AnnealingLR) -> Iterator[None]:
     yield
     for group, values in zip(schedule.optimizer.param_groups, kept, strict=True):
         group.update(values)
+    for key in {"loss_scaler", "loss_scale_config"} & own.keys():
+        mine, loaded = vars(own[key]), vars(here[key])
+        if "last_overflow_iter" in loaded and mine.get("last_overflow_iter") is not None:
+            mine.update((each, loaded[each]) for each in SCALE_STATE & loaded.keys())
+    here.update(own)
     schedule.write()
 
 

@@ -17,6 +17,7 @@ from megatron.engine.errors import DivergedError
 from megatron.engine.job import join
 from megatron.engine.training import loop
 from megatron.engine.training.deepspeed_engine import engine_config
+from megatron.engine.training.optimizer import keep_hyperparameters
 from megatron.parallel.groups import build_groups
 
 BASE = """
@@ -86,6 +87,35 @@ def test_hysteresis_lets_single_overflows_pass(scaler):
 def test_a_fixed_scale_stays(scaler):
     fixed = scaler("{enabled: true, loss_scale: 128}")
     assert scales(fixed, [True, False, True]) == [128, 128, 128]
+
+
+def test_a_loaded_scale_goes_on_with_this_runs_settings(scaler):
+    def loaded_into(mine, loaded):
+        engine = SimpleNamespace(clip_grad=1.0, dynamic_loss_scale=mine.dynamic, loss_scaler=mine)
+        nothing = SimpleNamespace(optimizer=SimpleNamespace(param_groups=[]), write=lambda: None)
+        with keep_hyperparameters(nothing, engine):
+            vars(engine).update(
+                clip_grad=0.0, dynamic_loss_scale=loaded.dynamic, loss_scaler=loaded
+            )
+        assert engine.clip_grad == 1 and engine.dynamic_loss_scale is mine.dynamic
+        return engine.loss_scaler
+
+    loaded = scaler("{enabled: true, initial_scale_power: 4, min_loss_scale: 8, hysteresis: 1}")
+    assert scales(loaded, [False, True]) == [16, 8]
+    fixed = scaler("{enabled: true, loss_scale: 128}")
+    mine = scaler("{enabled: true, initial_scale_power: 9, loss_scale_window: 3, hysteresis: 1}")
+    found = loaded_into(mine, loaded)
+    assert (found.min_scale, found.scale_window, found.cur_iter) == (1, 3, 2)
+    assert scales(found, [True, False, False, False, False]) == [4, 4, 4, 4, 8]
+    assert scales(loaded_into(fixed, loaded), [True]) == [128]
+    assert loaded_into(mine, fixed).loss_scale == 2**9
+    plain, other = PlainOptimizer(mine), PlainOptimizer(loaded)
+    other.step(True)
+    nothing = SimpleNamespace(optimizer=SimpleNamespace(param_groups=[]), write=lambda: None)
+    with keep_hyperparameters(nothing, plain):
+        vars(plain.loss_scale_config).update(vars(other.loss_scale_config))
+    kept = plain.loss_scale_config
+    assert (kept.scale_window, kept.min_loss_scale, kept.cur_scale) == (3, 1, 8)
 
 
 class ZeroOptimizer:

@@ -168,7 +168,7 @@ def test_a_loaded_checkpoint_changes_no_hyperparameter():
     schedule = AnnealingLR(mine, Schedule(start_lr=0.5, end_iter=10, decay_style="constant"))
     before = values(mine)
     assert [each[-1] for each in before] == [0.5, 0.5, 1.0]
-    with keep_hyperparameters(schedule):
+    with keep_hyperparameters(schedule, SimpleNamespace()):
         mine.load_state_dict(other.state_dict())
         assert values(mine) == values(other) != before
     assert values(mine) == before

@@ -138,7 +138,12 @@ def changed(grid: Path, runs: Path, capsys) -> None:
     assert sweep.main([str(grid), "--stale", "keep"]) == 0
     assert table.main([str(grid), "--out", str(runs.parent / "out")]) == 0
     assert "rotary-1: stale (lr_decay_iters: 30 -> 2" in capsys.readouterr().out
-    assert sweep.main([str(grid), "--only", "rotary-1", "--stale", "rerun"]) == 0
+    again = [str(grid), "--only", "rotary-1", "--stale", "rerun"]
+    with sole_writer(runs / "rotary-1"):
+        assert sweep.main(again) == 1
+    assert "left to other jobs: rotary-1" in capsys.readouterr().out
+    assert max(rows(runs / "rotary-1")) == 30
+    assert sweep.main(again) == 0
     assert index(runs.parent)["rotary-1"] == "finished"
     assert max(rows(runs / "rotary-1")) == 2 and max(rows(runs / "rotary-1.stale-1")) == 30
     record = parse_json((runs / "kerple_log-1" / "cell.json").read_bytes())
