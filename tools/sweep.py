@@ -107,8 +107,8 @@ def _run(args: argparse.Namespace, grid: Grid, left: list[Cell], *, stale: bool)
         _devices(args, grid.about.processes),
         lambda text: print(text, flush=True),
         lambda: write_index(grid.cells, grid.runs),
-        rerun=args.stale == "rerun",
     )
+    runner.rerun = args.stale == "rerun"
     for number in SIGNALS:
         signal.signal(number, runner.receive)
     runner.run(left)

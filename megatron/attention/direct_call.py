@@ -86,7 +86,8 @@ def attend(
     v_BKSE = _padded(v_BKSE, size)
     check_qkv(q_BHTE, k_BKSE, v_BKSE[..., :size])
     call = Call(
-        q_BHTE, k_BKSE, v_BKSE, pos, theta_HN, scale=scale or size**-0.5, dropout_p=dropout_p,
+        q_BHTE, k_BKSE, v_BKSE, pos, theta_HN,
+        scale=size**-0.5 if scale is None else scale, dropout_p=dropout_p,
         query_offset=_offset(query_offset, q_BHTE.shape[2], k_BKSE.shape[2]), window=window,
         decay_BHS=decay_BHS, starts_BS=starts_BS, positions_BT=positions_BT, return_lse=return_lse,
     )  # fmt: skip

@@ -94,15 +94,16 @@ def score_mod_of(
 ) -> ScoreMod | None:
     """Return a function for FlexAttention's `score_mod` that applies a positional embedding.
 
-    Return None if the embedding does not change the scores.
+    The function applies the distance kernel and its temperature, but no sink, rotation or gate.
+    Return None if the embedding has no distance kernel.
 
     Args:
         pos: The positional embedding.
         theta_HN: The embedding's parameters [heads, parameters].
         length: The number of keys.
         offset: The position of the first query.
-        positions_BT: The position of each query in its document [batch, queries]. Biases that
-            depend on this position need it, and temperatures do, too.
+        positions_BT: The position of each query in its document [batch, queries]. None: query i is
+            at position `offset` + i.
 
     Raises:
         AttentionError: The embedding has a distance kernel, but `theta_HN` is None.
@@ -126,8 +127,8 @@ def score_mod_of(
     def score_mod(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
         d = (i + offset - j).clamp(min=0).to(theta_HN.dtype)
         arguments = [d, *(column[h] for column in columns)]
-        position = d if positions_BT is None else positions_BT[b, i].to(d.dtype)
-        arguments.insert(1, position)
+        position = i + offset if positions_BT is None else positions_BT[b, i]
+        arguments.insert(1, position.to(d.dtype))
         if weight is not None:
             score = score * weight(*arguments)
         return score if bias is None else score + bias(*arguments)

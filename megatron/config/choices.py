@@ -105,8 +105,7 @@ Width = Annotated[Any, BeforeValidator(per_layer(_width))]
 
 _TE = dict.fromkeys(("te_layernorm", "te_rmsnorm"), "Transformer Engine is not used")
 Norm = Annotated[
-    str,
-    choice("layernorm rmsnorm scalenorm", refused=_not_built("non_parametric_layernorm") | _TE),
+    str, choice("layernorm rmsnorm scalenorm", refused=_not_built("non_parametric_layernorm") | _TE)
 ]
 
 Activation = Annotated[

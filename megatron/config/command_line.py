@@ -79,6 +79,13 @@ def load_for(processes: int | str, arguments: argparse.Namespace, *overrides: st
     return load_config(files, [*given, *arguments.overrides, *overrides], world_size=processes)
 
 
+USE = """
+pipe_parallel_size=1 context_parallel_size=1 sequence_parallel=false train_batch_size=null
+gradient_accumulation_steps=null train_micro_batch_size_per_gpu=1 torch_compile=false
+torch_compile_mode=default optimizer=null optimizer.type=Adam optimizer.params.lr=1.0"""
+"""The overrides of a config whose model is used, not trained."""
+
+
 def sharing_layout(processes: int | str) -> tuple[str, ...]:
     """Return config overrides that split one model over all processes.
 
@@ -88,19 +95,8 @@ def sharing_layout(processes: int | str) -> tuple[str, ...]:
     Args:
         processes: The number of processes.
     """
-    return (
-        f"model_parallel_size={processes}",
-        "pipe_parallel_size=1",
-        "context_parallel_size=1",
-        "sequence_parallel=false",
-        "train_batch_size=null",
-        "gradient_accumulation_steps=null",
-        "train_micro_batch_size_per_gpu=1",
-        "torch_compile=false",
-        "torch_compile_mode=default",
-        "optimizer=null",  # Muon refuses tensor parallelism, but nothing is trained here
-        "optimizer={type: Adam, params: {lr: 1.0}}",
-    )
+    # Muon refuses tensor parallelism, but nothing is trained here.
+    return (f"model_parallel_size={processes}", *USE.split())
 
 
 def load_for_use_or_exit(arguments: argparse.Namespace, run: Path, *overrides: str) -> Config:

@@ -119,9 +119,8 @@ class Measurement:
             targets: The approximate number of scored tokens, which are equally spaced in the text.
         """
         windows = np.lib.stride_tricks.sliding_window_view(self.read(length), context + 1, axis=1)
-        windows = windows.reshape(-1, context + 1)
-        windows = windows[windows[:, -2] != self.uncounted_after]
-        windows = np.ascontiguousarray(windows[:: max(1, len(windows) // targets)])
+        counted = np.argwhere(windows[..., -2] != self.uncounted_after)
+        windows = windows[tuple(counted[:: max(1, len(counted) // targets)].T)]
         losses = losses_of_sequences(
             self.loss_fn, windows, self.groups, batch_tokens=self.batch_tokens, last_only=True
         )

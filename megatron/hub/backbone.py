@@ -163,7 +163,7 @@ class KerpleModel(KerplePreTrainedModel):
         if self.position_bias is not None:
             theta_HN = self.position_bias(x_BTD.dtype).to(x_BTD.device)
         states, probs = [x_BTD], []
-        for layer in self.layers:
+        for layer in self.layers[: self.config.num_hidden_layers]:  # `assistant_early_exit`
             x_BTD, probs_BHTS = layer(
                 x_BTD, theta_HN, at, past_key_values=cache, attentions=attentions
             )

@@ -97,7 +97,8 @@ class Theta(nn.Module):
         super().__init__()
         self.pos = pos
         wide = torch.promote_types(torch.get_default_dtype(), torch.float32)
-        self.theta = nn.Parameter(pos.initial_theta(heads).to(wide))
+        kind = nn.Parameter if any(p.trained for p in pos.parameters) else nn.Buffer
+        self.theta = kind(pos.initial_theta(heads).to(wide))
         _LIVE.add(self)
 
     def __setstate__(self, state: dict[str, Any]) -> None:  # of a copy
@@ -260,8 +261,7 @@ class MLP(nn.Module):
         self.dense_4h_to_h = nn.Linear(inner, hidden, bias=bias)
 
     def forward(self, x_BTD: Tensor) -> Tensor:
-        x = self.dense_h_to_4h(x_BTD)
-        x = activate(x, self.activation, tanh=self.tanh_gelu)
+        x = activate(self.dense_h_to_4h(x_BTD), self.activation, tanh=self.tanh_gelu)
         return self.dense_4h_to_h(x)
 
 

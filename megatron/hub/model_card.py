@@ -56,7 +56,8 @@ def _recipe(run: OpenRun) -> dict[str, Any]:
         return {}
     flat = saved.record.config
     keys = {name: flat[name] for name in ("data_path", "train_data_paths") if flat.get(name)}
-    keys["steps"] = f"{flat['train_iters']:,} of {flat['train_batch_size']} texts"
+    steps = f"{saved.step:,} of {flat['train_iters']:,}"
+    keys["steps"] = f"{steps}, each of {flat['train_batch_size']} texts"
     names = ("optimizer", "lr_decay_style", "weight_decay", "precision", "seed")
     return keys | {name: flat.get(name) for name in names}
 

@@ -17,10 +17,13 @@ from transformers import GenerationMixin
 from transformers.cache_utils import Cache
 from transformers.modeling_layers import GenericForSequenceClassification
 from transformers.modeling_outputs import CausalLMOutputWithPast
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.utils.generic import can_return_tuple
 
 from megatron.hub.backbone import KerpleModel, KerplePreTrainedModel
 from megatron.hub.layers import KerpleConfig
+
+MODEL_FOR_CAUSAL_LM_MAPPING_NAMES["kerple"] = "KerpleForCausalLM"  # `Trainer` shifts its labels
 
 
 class KerpleForCausalLM(KerplePreTrainedModel, GenerationMixin):
@@ -55,9 +58,12 @@ class KerpleForCausalLM(KerplePreTrainedModel, GenerationMixin):
         missing = length - attention_mask.shape[1]
         return F.pad(attention_mask, (0, missing), value=1)
 
-    def prepare_inputs_for_generation(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+    def prepare_inputs_for_generation(
+        self, *args: Any, inputs_embeds: Tensor | None = None, **kwargs: Any
+    ) -> dict[str, Any]:
+        # `generate` looks for the argument `inputs_embeds` in the signature.
         above: Any = super()
-        inputs = above.prepare_inputs_for_generation(*args, **kwargs)
+        inputs = above.prepare_inputs_for_generation(*args, inputs_embeds=inputs_embeds, **kwargs)
         inputs.pop("cache_position", None)  # of transformers 4, and it follows from the cache
         return inputs
 
@@ -108,6 +114,8 @@ class KerpleForCausalLM(KerplePreTrainedModel, GenerationMixin):
 
 class KerpleForSequenceClassification(GenericForSequenceClassification, KerplePreTrainedModel):
     """The classifier: the transformer with a linear layer on the last token that is not padding."""
+
+    accepts_loss_kwargs = False
 
     def __init__(self, config: KerpleConfig):
         KerplePreTrainedModel.__init__(self, config)  # the other class asks AutoModel

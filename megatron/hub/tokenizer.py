@@ -44,6 +44,7 @@ def write_tokenizer(tokenizer: Tokenizer, folder: Path) -> None:
         "model_input_names": ["input_ids", "attention_mask"],
         "clean_up_tokenization_spaces": False,
         "split_special_tokens": ordinary,
+        **({"bos_token": backend.id_to_token(tokenizer.begin[0])} if tokenizer.begin else {}),
     }
     # Not by `backend.save`, which raises a bare Exception without the path if the disk is full.
     (folder / "tokenizer.json").write_text(backend.to_str(pretty=True), encoding="utf-8")

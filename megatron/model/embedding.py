@@ -60,10 +60,7 @@ class EmbeddingLayer(StoredTheta):
         return self.dropout(x_BTD), self.theta_in(x_BTD.dtype)
 
     def _position_vectors(
-        self,
-        x_BTD: torch.Tensor,
-        starts_BS: torch.Tensor | None,
-        positions_BT: torch.Tensor | None,
+        self, x_BTD: torch.Tensor, starts_BS: torch.Tensor | None, positions_BT: torch.Tensor | None
     ) -> torch.Tensor:
         length = x_BTD.shape[1]
         positions = positions_BT  # [B, T], or [T] if all sequences have the same

@@ -88,10 +88,7 @@ def losses_in_pieces(
 
 
 def token_losses(
-    logits_BTW: torch.Tensor,
-    targets_BT: torch.Tensor,
-    tp: TensorGroup = ALONE,
-    z_loss: float = 0.0,
+    logits_BTW: torch.Tensor, targets_BT: torch.Tensor, tp: TensorGroup = ALONE, z_loss: float = 0.0
 ) -> torch.Tensor:
     """Return the loss of each target in nats, [batch, positions], on every rank.
 

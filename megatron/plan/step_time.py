@@ -199,8 +199,7 @@ def step_time(
         exposed=several * waits + beside - hidden + after,
         hidden=hidden,
         optimizer=max(
-            OPTIMIZER_BYTES * shard / (gpu.bandwidth * 1e9),
-            LAUNCH * UPDATES * len(step.parameters),
+            OPTIMIZER_BYTES * shard / (gpu.bandwidth * 1e9), LAUNCH * UPDATES * len(step.parameters)
         ),
     )
 

@@ -7,7 +7,6 @@ import re
 import pytest
 import torch
 import torch.nn.functional as F
-from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 from megatron.attention import (
     AttentionError,
@@ -15,7 +14,6 @@ from megatron.attention import (
     attend,
     choose,
     direct_call,
-    score_mod_of,
     starts_from_ids,
 )
 from megatron.attention import backend as backend_module
@@ -230,14 +228,9 @@ def test_nested_tensors_are_refused_by_name():
         attend(nested, nested, nested, KERPLE, KERPLE.initial_theta(2))
 
 
-@pytest.mark.parametrize("pos", [Combination([Root(), Half()]), load("rpe")])
-def test_a_formula_for_flex_attention(pos):
-    q, k, v = inputs(queries=3)
-    theta = pos.initial_theta(4).double()
-    score_mod = score_mod_of(pos, theta, length=7, offset=4)
-    mask = create_block_mask(lambda b, h, i, j: i + 4 >= j, None, None, 3, 7, device="cpu")
-    got = flex_attention(q, k, v, score_mod=score_mod, block_mask=mask)
-    torch.testing.assert_close(got, attend(q, k, v, pos, theta, query_offset=4))
+def test_a_scale_of_zero_is_refused():
+    with pytest.raises(AttentionError, match=r"scale must be above 0, not 0\.0"):
+        attend(*inputs(), KERPLE, KERPLE.initial_theta(4).double(), scale=0.0)
 
 
 def test_one_compiled_graph_serves_all_lengths():

@@ -180,39 +180,6 @@ def test_finetune_starts_from_the_weights_and_a_killed_one_resumes(finished, tmp
     text = call("train.py", config, *options)
     assert "resuming the finetuning from" in text
     assert list(rows(tmp_path / "tuned")) == list(range(1, 7))
-    for save in (tmp_path / "tuned", shutil.copytree(run, tmp_path / "other")):
-        before = digest(save)
-        other = ["-o", f"save={save}", "-o", f"load={run / 'global_step3'}", "-o", "finetune=true"]
-        text = call("train.py", config, *other, "-o", "train_iters=9", code=1)
-        assert f"save: {save} holds a checkpoint already (global_step6)" in text
-        assert digest(save) == before
-
-
-def test_a_resumed_run_clips_as_its_config_says(tmp_path, prefix):
-    config, run = config_at(
-        tmp_path, prefix, train_iters=2, save_interval=1, gradient_clipping=0.0, weight_decay=0.0,
-        optimizer={"type": "SGD", "params": {"lr": 0.5}}, lr_decay_style="constant",
-    )  # fmt: skip
-    call("train.py", config)
-    call("train.py", config, "-o", "train_iters=3", "-o", "gradient_clipping=1e-9")
-    first, second, third = (
-        torch.load(run / f"global_step{step}" / "mp_rank_00_model_states.pt", weights_only=False)
-        for step in (1, 2, 3)
-    )
-    moved = [
-        max((b["module"][name] - a["module"][name]).abs().max().item() for name in a["module"])
-        for a, b in ((first, second), (second, third))
-    ]
-    assert moved[0] > 1e-3 and moved[1] < 1e-6
-
-
-def test_final_losses_are_those_of_the_step_that_the_run_has_taken(finished, tmp_path):
-    config, run, _ = finished
-    shutil.copytree(run, tmp_path / "run")
-    same = ["-o", f"save={tmp_path / 'run'}", "-o", f"load={tmp_path / 'run'}"]
-    text = call("train.py", config, *same, "-o", "train_iters=3", "-o", "eval_iters=1")
-    assert "step 6 of 3: nothing to train" in text
-    assert list(rows(tmp_path / "run", "final/valid_loss")) == [6]
 
 
 def test_another_layout_or_other_data_is_refused_with_a_way_out(finished, tmp_path, prefix):

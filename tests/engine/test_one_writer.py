@@ -6,9 +6,17 @@ import shutil
 import signal
 import time
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 
-from megatron.engine.checkpoint.saved_checkpoints import finished
+import pytest
+import torch
+
+from megatron.engine.checkpoint import write
+from megatron.engine.checkpoint.record import RunDescription
+from megatron.engine.checkpoint.saved_checkpoints import Saved, finished
+from megatron.engine.errors import CheckpointError
 from megatron.engine.job import lease
+from megatron.parallel.groups import build_groups
 from tests.helpers.jobs import digest, rows, write_run_config
 from tests.helpers.launch import call, run_script
 from tests.helpers.paths import ROOT
@@ -111,7 +119,11 @@ def test_of_two_runs_without_save_the_second_is_refused(folder, prefix):
     given = [config, "-o", "save=null", "-o", "load=null"]
     with lease.sole_writer(folder / "runs" / "unsaved"):
         code, text = run_script(ROOT / "train.py", *given, cwd=folder, environ=dict(os.environ))
-    assert code == 1 and "error: save: runs/unsaved is in use by process" in text and "another `save`" in text
+    assert (
+        code == 1
+        and "error: save: runs/unsaved is in use by process" in text
+        and "another `save`" in text
+    )
     assert not (folder / "runs" / "unsaved" / "metrics.jsonl").exists()
 
 
@@ -143,3 +155,19 @@ def digest_of(folder):
     """Every file's content, by path."""
     files = (path for path in folder.rglob("*") if path.is_file())
     return {str(path.relative_to(folder)): path.read_bytes() for path in files}
+
+
+def test_a_job_that_lost_its_folder_removes_no_unfinished_checkpoint(tmp_path):
+    (tmp_path / ".unfinished-global_step5").mkdir()
+    (tmp_path / ".unfinished-global_step5" / "of_another_job").touch()
+
+    def lost():
+        raise CheckpointError("is no longer this job's")
+
+    to, saved = (
+        write.Destination(tmp_path, RunDescription(), confirm=lost),
+        Saved(tmp_path, "global_step5"),
+    )
+    with pytest.raises(CheckpointError, match="no longer"):
+        write.write_state(SimpleNamespace(), build_groups(torch.device("cpu")), saved, to)
+    assert (tmp_path / ".unfinished-global_step5" / "of_another_job").exists()

@@ -1,6 +1,7 @@
 """Test perplexity by length against a direct computation."""
 
 import math
+import tracemalloc
 
 import numpy as np
 import pytest
@@ -114,3 +115,20 @@ def test_the_limited_context_sees_exactly_that_many_tokens():
     assert torch.equal(torch.cat([t for _, t in seen])[0], torch.tensor([1, 2, 3]))
     fewer = measurement.with_context(3, length=19, targets=10)
     assert 10 <= fewer.sequences <= 17
+
+
+def test_the_limited_context_needs_memory_for_the_scored_windows_alone():
+    """All 57,344 windows of 513 ids would need 235 MB, and the text has 0.5 MB."""
+    rows = np.arange(16 * 4097).reshape(16, 4097)
+    zeros = Measurement(
+        lambda inputs, targets: torch.zeros(inputs.shape),
+        lambda _: rows,
+        np.ones_like,
+        8192,
+        GROUPS,
+    )
+    tracemalloc.start()
+    assert zeros.with_context(512, length=4096, targets=128).sequences >= 128
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak < 10e6

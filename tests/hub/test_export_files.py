@@ -77,7 +77,7 @@ def gpt2_files(folder):
     """Write GPT-2's two files with three merges."""
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
     merges = ["h e", "l l", "he ll"]
-    tokens = [*letters, *(each.replace(" ", "") for each in merges), "<|endoftext|>"]
+    tokens = [*letters, "he", "ll", "hell", "<|endoftext|>"]
     (folder / "vocab.json").write_text(json.dumps({t: i for i, t in enumerate(tokens)}))
     (folder / "merges.txt").write_text("#version: 0.2\n" + "\n".join(merges) + "\n")
     return folder / "vocab.json", folder / "merges.txt"
@@ -85,11 +85,10 @@ def gpt2_files(folder):
 
 def hf_file(folder, *added, end="<|endoftext|>"):
     hub.write_tokenizer(folder, end)
-    path = folder / "tokenizer.json"
-    made = Tokenizer.from_file(str(path))
+    made = Tokenizer.from_file(str(folder / "tokenizer.json"))
     made.add_tokens(list(added))
-    made.save(str(path))
-    return path
+    made.save(str(folder / "tokenizer.json"))
+    return folder / "tokenizer.json"
 
 
 MADE = {
@@ -130,6 +129,8 @@ def test_a_template_is_that_of_transformers_and_is_exported(name, tmp_path):
         theirs = PreTrainedTokenizerFast(tokenizer_file=str(tmp_path / folder / "tokenizer.json"))
         for text in DIFFICULT_TEXTS:
             assert theirs(text)["input_ids"] == [*ours.begin, *ours.encode(text), *end]
+    theirs = AutoTokenizer.from_pretrained(tmp_path / "out")
+    assert [theirs.bos_token_id] == ([*ours.begin] or [None])
 
 
 def test_a_tokenizer_that_cannot_be_written(tmp_path):
@@ -158,7 +159,6 @@ def call(monkeypatch, capsys):
 
     def run_here(*args, code=0):
         monkeypatch.setattr(sys, "argv", ["export_hf.py", *map(str, args)])
-        found = 0
         try:
             found = export_hf.main()
         except SystemExit as end:

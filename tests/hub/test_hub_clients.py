@@ -49,6 +49,17 @@ def tokenizer(folder):
     return AutoTokenizer.from_pretrained(folder)
 
 
+@pytest.mark.parametrize("given", [{"assistant_early_exit": 1}, {"inputs_embeds": None}], ids=str)
+def test_modes_of_generation_give_the_greedy_tokens(model, given):
+    ids = tokens(1, 9)
+    greedy = {"max_new_tokens": 6, "do_sample": False, "eos_token_id": None}
+    wanted = model.generate(ids, **greedy)[:, 9:]
+    if "inputs_embeds" in given:
+        given, ids = {"inputs_embeds": model.get_input_embeddings()(ids)}, None
+    for _ in range(2):  # an error of the first would leave another number of layers
+        assert torch.equal(model.generate(ids, **greedy, **given)[:, -6:], wanted)
+
+
 @torch.no_grad()
 def test_the_backbone_and_the_classifier_are_loaded(folder, model):
     ids = tokens(1, 9)
@@ -72,6 +83,37 @@ def test_trainer(model, tmp_path):
     trainer.save_model(str(tmp_path / "tuned"))
     again = AutoModelForCausalLM.from_pretrained(tmp_path / "tuned", trust_remote_code=True)
     assert torch.equal(again(tokens(1, 9)).logits, model.eval()(tokens(1, 9)).logits)
+
+
+def test_trainer_smooths_the_labels_of_the_next_tokens(model, tmp_path):
+    data = [{"input_ids": x, "labels": x} for x in tokens(4, 12)]
+    losses = [
+        trainer_of(model, tmp_path, data, label_smoothing_factor=factor).evaluate()["eval_loss"]
+        for factor in (0.0, 1e-6)
+    ]
+    assert losses[1] == pytest.approx(losses[0], rel=1e-4)
+
+
+def test_trainer_trains_and_measures_a_classifier(folder, tmp_path):
+    kind = AutoModelForSequenceClassification
+    model = kind.from_pretrained(folder, trust_remote_code=True, num_labels=3)
+    data = [{"input_ids": x, "labels": i % 3} for i, x in enumerate(tokens(6, 9))]
+    before = model.score.weight.detach().clone()
+    trainer = trainer_of(model, tmp_path, data, max_steps=2, gradient_accumulation_steps=2)
+    trainer.train()
+    assert not torch.equal(model.score.weight, before)
+    predicted = trainer.predict(data)
+    logits, labels = torch.tensor(predicted.predictions), torch.tensor(predicted.label_ids)
+    wanted = torch.nn.functional.cross_entropy(logits, labels).item()
+    assert trainer.evaluate()["eval_loss"] == pytest.approx(wanted, rel=1e-4)
+
+
+def trainer_of(model, folder, data, **options):
+    from transformers import Trainer, TrainingArguments
+
+    given = QUIET | {"per_device_train_batch_size": 3, "per_device_eval_batch_size": 2} | options
+    settings = TrainingArguments(str(folder), **given)
+    return Trainer(model, settings, train_dataset=data, eval_dataset=data)
 
 
 @torch.no_grad()

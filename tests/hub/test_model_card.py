@@ -56,7 +56,8 @@ def test_the_card_has_what_the_run_knows(run, exported):
         "**kerple_log**: KERPLE's logarithmic distance kernel, b_h(d) = -p log(1 + a d)",
         f"Trained with texts of {run.config.model.seq_length} tokens. It reads any length.",
         f"- data_path: {trained['data_path']}",
-        f"- steps: {trained['train_iters']} of {trained['train_batch_size']} texts",
+        f"- steps: {run.saved.step} of {trained['train_iters']}, each of "
+        f"{trained['train_batch_size']} texts",
         f"- optimizer: {{'type': 'adam', 'params': {{'lr': {trained['optimizer']['params']['lr']},",
         "| length | perplexity | code |\n|---|---|---|\n| 16 | 5.51235 | 1e5 |\n"
         "| 32 | 9.1e-05 | a.b |",

@@ -157,6 +157,16 @@ def test_theta_trains_within_its_bounds(tmp_path, optimizer):
     assert torch.equal(again.model.position_bias.theta, theta)
 
 
+@pytest.mark.parametrize("name", ["alibi", "sandwich", "kerple_power_original", "kerple_log"])
+def test_each_parameter_gets_a_gradient(name):
+    """DDP with gradient checkpointing waits for the gradient of every parameter."""
+    model = model_of(name)
+    ids = tokens(2, 9)
+    model(ids, labels=ids).loss.backward()
+    assert all(each.grad is not None for each in model.parameters())
+    assert "model.position_bias.theta" in model.state_dict()
+
+
 def test_a_shared_column_stays_shared(tmp_path):
     model = model_of("fire", dtype=torch.float32)
     column = [p.shared for p in model.model.position_bias.pos.parameters].index(True)

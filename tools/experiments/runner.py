@@ -85,25 +85,20 @@ class Runner:
             The value "" leaves the variable unchanged.
         say: A function that prints a line.
         changed: A function that is called after a run has started or ended.
-        rerun: Whether the folder of a stale run is moved away, so that the run starts anew.
 
     Attributes:
         failed: The runs that failed.
         left: The runs that were left to another job, because that job writes their folders.
+        rerun: Whether the folder of a stale run is moved away, so that the run starts again.
         signals: The number of received signals. After the first signal, the runs save and end.
             After the second signal, they are killed.
     """
 
     def __init__(
-        self,
-        devices: Sequence[str],
-        say: Callable[[str], None],
-        changed: Callable[[], object],
-        *,
-        rerun: bool = False,
+        self, devices: Sequence[str], say: Callable[[str], None], changed: Callable[[], object]
     ):
         self._free, self._say, self._changed = deque(devices), say, changed
-        self._rerun = rerun
+        self.rerun = False
         self._most = len(devices)
         self._running: list[_Running] = []
         self.failed: list[Cell] = []
@@ -151,7 +146,7 @@ class Runner:
         with ExitStack() as lease:
             self._work -= 1
             try:
-                if self._rerun and state_of(cell)[0] == "stale":
+                if self.rerun and state_of(cell)[0] == "stale":
                     with sole_writer(cell.folder):
                         self._say(f"{cell.name}: old run moved to {_move_away(cell.folder)}")
                 record = Record.of(cell)

@@ -72,8 +72,6 @@ def add_diagonal_sums(reversed_HS: Tensor, matrix_BHRn: Tensor) -> None:
     reversed_HS[:, first] += matrix_HRn[:, 0, 0]
     if keys > 1:
         diagonals_HRx = matrix_HRn.as_strided(
-            (heads, rows, keys - 1),
-            (rows * keys, keys - 1, 1),
-            matrix_HRn.storage_offset() + 1,
+            (heads, rows, keys - 1), (rows * keys, keys - 1, 1), matrix_HRn.storage_offset() + 1
         )
         reversed_HS[:, first + 1 :] += diagonals_HRx.sum(1)

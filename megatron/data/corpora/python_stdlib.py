@@ -35,20 +35,10 @@ _SKIPPED_FOLDERS = {"__pycache__", "encodings", "lib-dynload"} | _TESTS | _PACKA
 _SKIPPED_FILES = ("_sysconfigdata*.py", "sitecustomize.py", "pydoc_data/topics.py")
 # Half of the five-word sequences of each of these files are also in one other file. A text that
 # occurs in two splits would be measured after it was trained on.
-_REPEATED_FILES = (
-    "__phello__/*.py",
-    "bz2.py",
-    "chunk.py",
-    "distutils/msvccompiler.py",
-    "importlib/resources/_itertools.py",
-    "lib2to3/fixes/fix_intern.py",
-    "lib2to3/pgen2/__init__.py",
-    "sre_compile.py",
-    "sre_constants.py",
-    "venv/__main__.py",
-    "xml/etree/__init__.py",
-    "xmlrpc/__init__.py",
-)
+_REPEATED_FILES = """
+__phello__/*.py bz2.py chunk.py distutils/msvccompiler.py importlib/resources/_itertools.py
+lib2to3/fixes/fix_intern.py lib2to3/pgen2/__init__.py sre_compile.py sre_constants.py
+venv/__main__.py xml/etree/__init__.py xmlrpc/__init__.py"""
 _REVISION = 2  # increase it when other files are selected, so that shards are made again
 
 
@@ -107,7 +97,7 @@ def stdlib_files() -> list[Path]:
     for folder, folders, files in os.walk(root):
         folders[:] = [name for name in folders if name not in _SKIPPED_FOLDERS]
         sources = [Path(folder, name).relative_to(root) for name in fnmatch.filter(files, "*.py")]
-        unwanted = _SKIPPED_FILES + _REPEATED_FILES
+        unwanted = (*_SKIPPED_FILES, *_REPEATED_FILES.split())
         chosen += [path for path in sources if not any(map(path.match, unwanted))]
     return sorted(chosen, key=lambda path: hashlib.sha256(path.as_posix().encode()).digest())
 

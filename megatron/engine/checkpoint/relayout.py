@@ -40,14 +40,9 @@ from megatron.engine.safe_load import only_safe_loads, safe_load
 from megatron.parallel.groups import Groups
 from megatron.parallel.rng import derived_seed
 
-FREE = (
-    "data_parallel_size",
-    "model_parallel_size",
-    "pipe_parallel_size",
-    "context_parallel_size",
-    "zero_stage",
-    "sub_group_size",
-)
+FREE = """
+data_parallel_size model_parallel_size pipe_parallel_size context_parallel_size zero_stage
+sub_group_size"""
 """The entries of a layout that may differ between a checkpoint and the run that resumes it."""
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
@@ -82,7 +77,7 @@ def why_not_resumed(old: Mapping[str, Any], new: Mapping[str, Any]) -> str | Non
         old: The parallel layout of the checkpoint.
         new: The parallel layout of this run.
     """
-    fixed = [key for key in new if key not in FREE and old.get(key) != new[key]]
+    fixed = [key for key in new if key not in FREE.split() and old.get(key) != new[key]]
     if fixed:
         changes = ", ".join(f"{key} {old.get(key)!r} to {new[key]!r}" for key in fixed)
         return f"a resumed run cannot change {changes}"

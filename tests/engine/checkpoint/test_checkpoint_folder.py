@@ -139,22 +139,6 @@ def test_a_failed_save_leaves_nothing_on_the_full_disk(tmp_path, monkeypatch, wh
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_job_that_lost_its_folder_removes_no_unfinished_checkpoint(tmp_path):
-    (tmp_path / ".unfinished-global_step5").mkdir()
-    (tmp_path / ".unfinished-global_step5" / "of_another_job").touch()
-
-    def lost():
-        raise CheckpointError("is no longer this job's")
-
-    to, saved = (
-        write.Destination(tmp_path, RunDescription(), confirm=lost),
-        Saved(tmp_path, tag_of(5)),
-    )
-    with pytest.raises(CheckpointError, match="no longer"):
-        write.write_state(SimpleNamespace(), build_groups(torch.device("cpu")), saved, to)
-    assert (tmp_path / ".unfinished-global_step5" / "of_another_job").exists()
-
-
 def test_a_rank_whose_files_another_rank_removed_leaves_the_report_to_it(tmp_path):
     saved = Saved(tmp_path, tag_of(5))
     unfinished = publish.create_unfinished(tmp_path, saved.tag)

@@ -3,6 +3,7 @@
 import json
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -159,7 +160,8 @@ def test_another_runs_folder_is_read_and_never_written(finished, tmp_path, monke
     layout = record.layout | {"data_parallel_size": 2}
     run = RunDescription(model=record.model, data=record.data, layout=layout)
     optimizer = torch.optim.SGD([torch.zeros(1)], 0.1)
-    start.finish(None, AnnealingLR(optimizer, schedule_of(config)), ALONE, run)
+    engine = SimpleNamespace(optimizer=SimpleNamespace())
+    start.finish(engine, AnnealingLR(optimizer, schedule_of(config)), ALONE, run)
     ((source, scratch),) = seen
     assert source == Saved(finished[1], "global_step6") and scratch.parent == tmp_path / "own"
 
