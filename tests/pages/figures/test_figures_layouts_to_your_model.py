@@ -133,9 +133,6 @@ def test_your_model():
     each = f"{tokens / size:.0f} for each parameter"
     says("your_model", f"The run reads {tokens / 1e9:.1f} billion tokens, {each}.")
     says("your_model", f"a GPT of {round(size, -7) / 1e6:.0f} million parameters")
-    train_part, valid, test = map(int, OWN.data.split.split(","))
-    shares = f"gives {valid} of {train_part + valid + test:,} documents to validation and {test}"
-    says("your_model", f"`split: {OWN.data.split}` {shares} to the test.")
     first, *_, last = (n // OWN.model.seq_length for n in OWN.evaluation.eval_lengths)
     says("your_model", f"perplexity at {first} to {last} times the training length")
     smaller, small_model = (
