@@ -98,6 +98,7 @@ class _Document:
         self.problems: list[Problem] = []
         self.nodes = 0
         self.first: dict[KeyPath, tuple[int, yaml.Node]] = {}
+        self.groups: set[KeyPath] = set()
         # JSON files may be indented with tabs, which YAML does not allow.
         text = re.sub(r"(?m)^[ \t]+", lambda m: m.group().replace("\t", "    "), text)
         try:
@@ -140,9 +141,14 @@ class _Document:
                 self._repeated(here, line, value, *self.first[here])
                 continue
             self.first[here] = line, value
+            outer = {here[:n] for n in range(1, len(here))}
             if isinstance(value, yaml.MappingNode) and value.value:
                 self._read(value, here)
+            elif here in self.groups or outer & self.settings.keys():
+                text = "given in this file both as one value and as a mapping; keep one"
+                self.problems.append(Problem(Mark(self.name, line), dotted(here), text))
             else:
+                self.groups |= outer
                 self.settings[here] = Given(self._value(value, here), Mark(self.name, line))
 
     def _entries(

@@ -85,7 +85,8 @@ def log_final_losses(data: JobData, engine: Engine, log: RunLog, step: int) -> N
 
     Every rank must call this function.
     """
-    validations = step // data.config.training.eval_interval
+    t = data.config.training
+    validations = min(step, t.train_iters) // t.eval_interval
     for name, before in (("valid", validations), ("test", 0)):
         loss = held_out_loss(data, engine, name, before)
         if loss is not None:

@@ -44,8 +44,9 @@ def write_tokenizer(tokenizer: Tokenizer, folder: Path) -> None:
         "model_input_names": ["input_ids", "attention_mask"],
         "clean_up_tokenization_spaces": False,
         "split_special_tokens": ordinary,
-        **({"bos_token": backend.id_to_token(tokenizer.begin[0])} if tokenizer.begin else {}),
     }
+    if added := backend.get_added_tokens_decoder().keys() & set(tokenizer.begin):
+        described["bos_token"] = backend.id_to_token(added.pop())
     # Not by `backend.save`, which raises a bare Exception without the path if the disk is full.
     (folder / "tokenizer.json").write_text(backend.to_str(pretty=True), encoding="utf-8")
     (folder / "tokenizer_config.json").write_text(json.dumps(described, indent=2) + "\n")

@@ -72,7 +72,8 @@ def _text(config: Config) -> Iterator[Finding]:
     splits = split_documents("1" if data.train_data_paths else data.split, len(sizes))
     first, last = splits[0]
     tokens = int(sizes[first:last].sum(dtype="int64"))
-    none = "" if data.valid_data_paths or splits[1][0] < splits[1][1] else NO_VALIDATION
+    validates = config.training.eval_iters and not data.valid_data_paths
+    none = "" if not validates or splits[1][0] < splits[1][1] else NO_VALIDATION
     wanted = config.batch.train_batch_size * config.model.seq_length * config.training.train_iters
     yield (
         False,

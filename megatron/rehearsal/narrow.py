@@ -46,14 +46,10 @@ def narrow(config: Config, folder: Path) -> list[str]:
     # A third of the intermediate size is the inner width of a gated activation.
     heads, length = m.num_attention_heads, slices * -(-16 // slices)
     micro_batches = min(config.batch.gradient_accumulation_steps, stages + 1)
-    changes = [
-        *STEP.split(),
-        f"num_layers={layers}",
-        f"hidden_size={4 * heads}",
-        f"intermediate_size={12 * heads}",
-        f"gradient_accumulation_steps={micro_batches}",
-        f"eval_tokens={2 * length}",
-    ]
+    changes = STEP.split()
+    changes += [f"num_layers={layers}", f"gradient_accumulation_steps={micro_batches}"]
+    changes += [f"hidden_size={4 * heads}", f"intermediate_size={12 * heads}"]
+    changes += [f"eval_tokens={2 * length}"]
     lengths = list(config.evaluation.eval_lengths[:1])
     if task_name(config.data.data_path) is None:
         changes += [*_text(config, folder), f"seq_length={length}", f"seq_length_val={length}"]

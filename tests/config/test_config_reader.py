@@ -226,6 +226,16 @@ def test_dash_and_underscore_are_the_same(tmp_path_factory: Any, tree: dict, ran
     assert plain(one) == plain(two)
 
 
+@pytest.mark.parametrize(
+    "text",
+    ["fp16.enabled: true\nfp16: null\n", "fp16: true\nfp16.enabled: false\n",
+     "fp16: true\nfp16.enabled: true\n", "optimizer.params.lr: 1\noptimizer: {params: 2}\n"],
+)  # fmt: skip
+def test_a_value_and_a_mapping_of_one_name(text: str, tmp_path: Path) -> None:
+    _, (problem,) = read_file(write(tmp_path, text))
+    assert problem.mark.line == 2 and "both as one value and as a mapping" in problem.text
+
+
 def test_a_dotted_key_of_a_file_is_a_nested_key(tmp_path: Path, base: Path) -> None:
     settings, problems = read_file(write(tmp_path, "fp16.enabled: true\na: {b.c: 1}\n"))
     assert not problems and list(settings) == [("fp16", "enabled"), ("a", "b.c")]

@@ -1,4 +1,4 @@
-"""Test that a SentencePiece model becomes a tokenizer.json with the same ids."""
+"""Test that tokenizers of Llama's kind are imported and exported with the same ids."""
 
 from __future__ import annotations
 
@@ -10,12 +10,17 @@ import torch
 import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tokenizers import Tokenizer, models, pre_tokenizers
+from tokenizers.processors import TemplateProcessing
 from transformers import AutoTokenizer
 
 from megatron.data.tokenizers.bpe import HFTokenizer
+from megatron.data.tokenizers.build import build_tokenizer
+from megatron.data.tokenizers.fast_bpe import byte_of_symbol
 from megatron.engine.open_run import open_run
 from megatron.hub.export import export
 from megatron.hub.importing import import_folder
+from megatron.hub.tokenizer import write_tokenizer
 from megatron.parallel.groups import build_groups
 from tests.helpers.hub import hub_model
 from tests.helpers.pipelines import TEXT, write_sentencepiece
@@ -76,3 +81,18 @@ def test_a_model_of_another_kind_stays_sentencepiece(tmp_path):
     assert keys["tokenizer_type"] == "SPMTokenizer"
     assert keys["vocab_file"].endswith("run/tokenizer.model")
     assert open_run(tmp_path / "run", groups=build_groups(torch.device("cpu"))).tokenizer.eod == 2
+
+
+def test_a_begin_that_is_no_added_token_stays_ordinary_text(tmp_path):
+    """As `bos_token`, transformers would read it inside a text as one token."""
+    ids = byte_of_symbol() | {"<s>": 256, "<|endoftext|>": 257}
+    made = Tokenizer(models.BPE(vocab=ids, merges=[]))
+    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    made.add_special_tokens(["<|endoftext|>"])
+    made.post_processor = TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 256)])
+    made.save(str(tmp_path / "tokenizer.json"))
+    ours = build_tokenizer("HFTokenizer", tmp_path / "tokenizer.json")
+    (tmp_path / "out").mkdir()
+    write_tokenizer(ours, tmp_path / "out")
+    found = AutoTokenizer.from_pretrained(tmp_path / "out")("a<s>b")["input_ids"]
+    assert found == [*ours.begin, *ours.encode("a<s>b")] and len(found) == 6

@@ -74,7 +74,10 @@ def _move_away(folder: Path) -> Path:
     number = 1
     while (target := folder.with_name(f"{folder.name}.stale-{number}")).exists():
         number += 1
-    return folder.rename(target)
+    moved = folder.rename(target)
+    for lease in moved.glob(".lease-*"):  # which `sole_writer` would look for in the old place
+        lease.unlink()
+    return moved
 
 
 class Runner:

@@ -205,11 +205,11 @@ class Preparation:
         manifests = self._manifests(faults)
         if self.archive:
             self.archive.sync()  # while a full disk can still be cured and the run continued
+        self.skipped.flush()
         for writer, manifest in zip(self.writers, manifests, strict=True):
             writer.manifest = to_bytes(manifest)
         for output in self.outputs:
             output.finalize()
-        self.skipped.flush()
         if faults:
             os.replace(self.skipped_part, self.skipped_path)
             print(describe_skipped(self.skipped_path, faults), file=sys.stderr)

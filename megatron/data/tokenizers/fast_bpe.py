@@ -39,21 +39,16 @@ The reference is many times slower, so comparing more text would take much proce
 texts are compared, not whole batches, because the texts of a batch resemble each other.
 """
 DIFFICULT_TEXTS = (
-    "",
-    " ",
-    "a",
-    " a  b   c    \n\n \t d \r\n",
+    "", " ", "a", " a  b   c    \n\n \t d \r\n",
     "it's we'll they've I'm you're he'd IT'S 's 'S",
-    "x" * 5000,
-    " " * 5000 + "end",
-    "\n" * 3000,
+    "x" * 5000, " " * 5000 + "end", "\n" * 3000,
     "1234567890 3.14 1e-5 ½ ² ٣ Ⅷ",
     "naïve café – “quoted” … €100 ümläut ß ﬁ",
     "日本語のテキスト 中文 한국어 العربية עברית हिन्दी ไทย",
     "👩‍👩‍👧‍👦 🏳️‍🌈 \U0001f1e9\U0001f1ea e\u0301 \u200b\ufeff\u00a0\u2003\u3000x",
     "<|endoftext|> <|padding|> \x00\x01\x7f\x85\u2028\u2029",
     "def f(x):\n\treturn {k: v for k, v in x.items() if k != '__init__'}\n",
-)
+)  # fmt: skip
 
 
 def choose(backend: str, gpt2_merges: bool) -> str:

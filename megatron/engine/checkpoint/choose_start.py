@@ -11,8 +11,9 @@
 `load` names either a checkpoint or a run folder. In a run folder, the file `latest` names the
 checkpoint.
 
-The job ignores `load` and resumes from the checkpoint in the folder `save` in two cases: the
-checkpoint belongs to a run that began from the same `load`, or the config sets `finetune: true`.
+The job ignores `load` and resumes from the checkpoint in the folder `save` if the checkpoint
+belongs to a run that began from the same `load`. With `finetune: true`, it also does so if `load`
+is missing or names the folder `save`.
 """
 
 from collections.abc import Callable

@@ -150,6 +150,8 @@ def keep_hyperparameters(schedule: AnnealingLR, engine_optimizer: Any) -> Iterat
         mine, loaded = vars(own[key]), vars(here[key])
         if "last_overflow_iter" in loaded and mine.get("last_overflow_iter") is not None:
             mine.update((each, loaded[each]) for each in SCALE_STATE & loaded.keys())
+            least = mine.get("min_scale", mine.get("min_loss_scale"))
+            mine["cur_scale"] = max(least, mine["cur_scale"])
     here.update(own)
     schedule.write()
 

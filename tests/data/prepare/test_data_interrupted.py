@@ -212,7 +212,18 @@ def test_the_chunk_that_a_fault_cut_off_is_read_again(tmp_path, capsys):
 
 def test_a_full_disk_at_the_end_leaves_the_list_of_skipped_records(tmp_path, monkeypatch):
     (tmp_path / "a.jsonl").write_text('{"text": "a"}\nbad line\n{"text": "b"}\n')
-    run = ["--input", tmp_path / "a.jsonl", "--name", "x", "-d", tmp_path, "--on-error", "skip"]
+    (tmp_path / "b.jsonl").write_text('{"text": "c"}\n')  # a second chunk, so there is a journal
+    run = [
+        "--input",
+        tmp_path / "a.jsonl",
+        tmp_path / "b.jsonl",
+        "--name",
+        "x",
+        "-d",
+        tmp_path,
+        "--on-error",
+        "skip",
+    ]
     run = [*map(str, [*run, "--checkpoint-seconds", 0])]
 
     def full(_):

@@ -16,7 +16,7 @@ def finished(tmp_path_factory, prefix):
     """Return a config and a run of four steps with checkpoints at 2 and 4; nothing clips it."""
     keys = {"train_iters": 4, "save_interval": 2, "gradient_clipping": 0.0, "weight_decay": 0.0}
     keys |= {"optimizer": {"type": "SGD", "params": {"lr": 0.5}}, "lr_decay_style": "constant"}
-    keys |= {"train_micro_batch_size_per_gpu": 4, "eval_iters": 1}
+    keys |= {"train_micro_batch_size_per_gpu": 4, "eval_iters": 20, "eval_interval": 1}
     config, run = write_run_config(tmp_path_factory.mktemp("finished"), prefix, **keys)
     call("train.py", config)
     return config, run

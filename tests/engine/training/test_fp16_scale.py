@@ -109,6 +109,8 @@ def test_a_loaded_scale_goes_on_with_this_runs_settings(scaler):
     assert scales(found, [True, False, False, False, False]) == [4, 4, 4, 4, 8]
     assert scales(loaded_into(fixed, loaded), [True]) == [128]
     assert loaded_into(mine, fixed).loss_scale == 2**9
+    higher = scaler("{enabled: true, min_loss_scale: 64}")
+    assert loaded_into(higher, loaded).loss_scale == 64
     plain, other = PlainOptimizer(mine), PlainOptimizer(loaded)
     other.step(True)
     nothing = SimpleNamespace(optimizer=SimpleNamespace(param_groups=[]), write=lambda: None)
