@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from megatron import entry
-from megatron.config.builtin import PREFIX
+from megatron.config.builtin import CORPUS
 from megatron.data.corpora.python_stdlib import stdlib_files, stdlib_root
 from megatron.data.errors import DataError
 from megatron.data.tokenizers.base import END_OF_DOCUMENT
@@ -20,12 +20,12 @@ from megatron.files import write_text
 SMALLEST = 257
 
 
-def train_tokenizer(texts: Sequence[str], size: int, out: Path) -> None:
-    """Train a tokenizer on `texts`, and write its tokenizer.json to `out`.
+def train_tokenizer(texts: Sequence[str], size: int, out: Path) -> int:
+    """Train a tokenizer on `texts`, write its tokenizer.json to `out`, and return its size.
 
     Args:
         texts: Paths of text files and folders, or names of builtin corpora.
-        size: The number of tokens in the vocabulary.
+        size: The number of tokens in the vocabulary. A short text gives fewer.
         out: The path of the file to write.
 
     Raises:
@@ -37,7 +37,7 @@ def train_tokenizer(texts: Sequence[str], size: int, out: Path) -> None:
         raise DataError(f"--size {size}: the bytes and {END_OF_DOCUMENT} need {SMALLEST}")
     paths: list[Path] = []
     for text in texts:
-        if text.startswith(PREFIX):
+        if text == CORPUS:
             paths += [stdlib_root() / file for file in stdlib_files()]
         else:
             root = Path(text)
@@ -57,6 +57,7 @@ def train_tokenizer(texts: Sequence[str], size: int, out: Path) -> None:
     found.train_from_iterator(contents, trainer)
     out.parent.mkdir(parents=True, exist_ok=True)
     write_text(out, found.to_str(pretty=True))
+    return found.get_vocab_size()
 
 
 @entry.reports
@@ -67,8 +68,8 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--size", type=int, required=True, help="number of tokens")
     parser.add_argument("--out", type=Path, required=True, metavar="FILE.json")
     args = parser.parse_args(argv)
-    train_tokenizer(args.texts, args.size, args.out)
-    print(f"{args.out}: {args.size:,} tokens")
+    size = train_tokenizer(args.texts, args.size, args.out)
+    print(f"{args.out}: {size:,} tokens")
     return 0
 
 

@@ -19,7 +19,7 @@ load=null finetune=false save_interval=null exit_interval=null exit_duration_in_
 curriculum=null curriculum_learning=null train_batch_size=null train_micro_batch_size_per_gpu=1
 eval_examples=2 eval_context_baseline=0 rotary_pct=1 attention_backend=auto distributed_backend=null
 torch_compile=false profile=false memory_profiling=false flops_profiler.enabled=false
-use_wandb=false tensorboard_dir=null"""
+use_wandb=false tensorboard_dir=null retrofit_init=gentle retrofit_anneal=0"""
 TEXT = """train_data_paths=null train_data_weights=null valid_data_paths=null
 valid_data_weights=null test_data_paths=null test_data_weights=null weight_by_num_documents=false
 tokenizer_type=ByteLevelTokenizer vocab_file=null merge_file=null"""
@@ -49,14 +49,14 @@ def narrow(config: Config, folder: Path) -> list[str]:
     changes = STEP.split()
     changes += [f"num_layers={layers}", f"gradient_accumulation_steps={micro_batches}"]
     changes += [f"hidden_size={4 * heads}", f"intermediate_size={12 * heads}"]
-    changes += [f"eval_tokens={2 * length}"]
     lengths = list(config.evaluation.eval_lengths[:1])
     if task_name(config.data.data_path) is None:
         changes += [*_text(config, folder), f"seq_length={length}", f"seq_length_val={length}"]
         lengths = [length] if lengths else []
     if config.training.precision == "fp16":
         changes.append("fp16.initial_scale_power=0")  # nothing overflows, on no rank alone
-    return [*changes, f"eval_lengths={lengths}"]
+    tokens = 2 * max([length, *lengths])
+    return [*changes, f"eval_lengths={lengths}", f"eval_tokens={tokens}"]
 
 
 def _text(config: Config, folder: Path) -> list[str]:

@@ -1,5 +1,6 @@
 """Test the exact words of `--check` about text, tokenizer, folders and disk."""
 
+import json
 import os
 import subprocess
 import sys
@@ -18,6 +19,7 @@ from megatron.pretraining.readiness import readiness
 from tests.helpers.jobs import write_config, write_shards
 from tests.helpers.launch import call, run_script
 from tests.helpers.paths import CONFIGS, ROOT
+from tools import train_tokenizer
 
 Usage = namedtuple("Usage", "free")
 BPE = CONFIGS / "quickstart_bpe.json"
@@ -107,6 +109,16 @@ def test_held_out_text_that_is_shorter_than_the_longest_evaluation_is_named(tmp_
     ]
     none = problems(config, eval_lengths=[16], split="999,1", eval_split="valid")
     assert none[0].startswith("split: the valid split has 0 tokens in 0 documents, too few")
+
+
+def test_the_size_of_a_trained_tokenizer_is_its_own(tmp_path, capsys):
+    (tmp_path / "a.txt").write_text("one two two")
+    out = ["--size", "8192", "--out", str(tmp_path / "made.json")]
+    assert train_tokenizer.main([str(tmp_path / "a.txt"), *out]) == 0
+    size = len(json.loads((tmp_path / "made.json").read_text())["model"]["vocab"])
+    assert capsys.readouterr().out == f"{tmp_path / 'made.json'}: {size:,} tokens\n" and size < 300
+    assert train_tokenizer.main(["builtin:typo", *out]) == 1
+    assert "No such file or directory: 'builtin:typo'" in capsys.readouterr().err
 
 
 def test_a_split_without_documents_to_validate_on_is_named(tmp_path):

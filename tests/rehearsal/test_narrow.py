@@ -74,6 +74,15 @@ def test_a_length_task_needs_no_text(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
+def test_a_length_task_with_long_examples_and_a_fading_retrofit_can_be_rehearsed(tmp_path):
+    changes = ["pos_emb=fire", "eval_lengths=[40, 80]"]
+    small, _ = small_and_large(tmp_path, ["configs/tasks/copy.yml"], changes, 1)
+    assert small.evaluation.eval_lengths == (40,) and small.evaluation.eval_tokens == 80
+    changes = ["finetune=true", "load=x", "pos_emb=kerple_log", "retrofit_anneal=100"]
+    small, large = small_and_large(tmp_path, ["configs/quickstart.yml"], changes, 1)
+    assert large.checkpoint.retrofit_anneal == 100 and small.checkpoint.retrofit_anneal == 0
+
+
 def test_a_rehearsal_has_one_length(tmp_path):
     schedule = {"difficulty": [64, 128], "max_step": [5]}
     curriculum = {

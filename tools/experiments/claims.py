@@ -224,7 +224,7 @@ def _paired(*series: Frame, logarithm: bool) -> np.ndarray:
 
 def _sentence(endpoint: Endpoint) -> str:
     one, other = map(_named, sides(endpoint))
-    by = f"{endpoint.by:g}%"
+    by = f"{endpoint.by:g}" + ("%" if METRICS[endpoint.metric] else " points")
     more = f"more than {by} " if endpoint.by else ""
     said = {
         "below": f"is {more}below {other}",

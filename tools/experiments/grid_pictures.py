@@ -31,7 +31,7 @@ def by_length(results: Frame, rows: str, metric: str, title: str) -> Figure:
         metric: The name of the metric.
         title: The title of the figure.
     """
-    mean = results.pivot_table("value", rows, "length", sort=False)
+    mean = results.pivot_table("value", rows, "length", sort=False).sort_index(axis=1)
     std = results.pivot_table("value", rows, "length", "std", sort=False).reindex_like(mean)
     order, end = list(mean.index), mean.ffill(axis=1).iloc[:, -1].sort_values(kind="stable")
     groups = pictures.divided(list(end.index))

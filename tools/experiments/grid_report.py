@@ -11,7 +11,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import pandas as pd
 
@@ -170,8 +170,8 @@ def write(
     for name, text in files.items():
         write_text(out / name, text)
     for number, each in enumerate(found):
-        figure: Any = next(iter(each.pictures.values()))
-        pictures.save(figure, out / f"by_length{number or ''}.png")
+        for figure in list(each.pictures.values())[:1]:
+            pictures.save(cast(Any, figure), out / f"by_length{number or ''}.png")
     return [out / name for name in files]
 
 
@@ -201,10 +201,10 @@ def _paper_of(grid: Grid, known: dict[str, str]) -> PaperRows:
 def _table(
     results: Frame, rows: str, marked: set[tuple[str, int]], paper: PaperRows, gains: Frame
 ) -> Frame:
-    lines = []
+    lines, lengths = [], [f"{length:,}" for length in sorted(results["length"].unique())]
     for row, part in results.groupby(rows, sort=False):
         by_length = paper.get(PUBLISHED_POSITIONAL_NAMES.get(str(row), str(row)), {})
-        line = {rows: row, "seeds": str(part["seed"].nunique())}
+        line = {rows: row, "seeds": str(part["seed"].nunique()), **dict.fromkeys(lengths, "")}
         for length, values in part.groupby("length")["value"]:
             text = _number(values.mean())
             text += f" ± {_number(values.std(), values.mean())}" if len(values) > 1 else ""

@@ -149,10 +149,10 @@ class Runner:
         with ExitStack() as lease:
             self._work -= 1
             try:
+                record = Record.of(cell)
                 if self.rerun and state_of(cell)[0] == "stale":
                     with sole_writer(cell.folder):
                         self._say(f"{cell.name}: old run moved to {_move_away(cell.folder)}")
-                record = Record.of(cell)
                 lease.enter_context(sole_writer(cell.folder))
                 if state_of(cell)[0] == "finished":
                     self._say(f"{cell.name}: another job has finished it")

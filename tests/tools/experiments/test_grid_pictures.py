@@ -43,3 +43,14 @@ def test_fifteen_curves_are_in_two_plots_the_lowest_first():
     for axes in found:
         looks = {(line.get_color(), line.get_marker()) for line in curves_of(axes)}
         assert len(looks) == len(curves_of(axes)) and axes.get_legend() is None
+
+
+def test_runs_with_other_lengths_are_drawn_by_increasing_length():
+    results = pd.DataFrame(
+        [("a", 1, length, 20.0) for length in (512, 8192)]
+        + [("b", 1, length, 21.0 + length / 8192) for length in (512, 1024, 8192)],
+        columns=["embedding", "seed", "length", "value"],
+    )
+    [axes] = by_length(results, "embedding", "perplexity", "a title").axes
+    for line in curves_of(axes):
+        assert list(line.get_xdata()) == sorted(line.get_xdata())

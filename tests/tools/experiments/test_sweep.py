@@ -176,6 +176,8 @@ def test_a_failed_cell_is_named_and_the_others_run(tmp_path, capsys):
     grid.write_text(grid.read_text().replace("base.yml", "gone.yml"))
     assert sweep.main([str(grid), "--only", "task-*"]) == 1
     assert "task-1: STALE: 1 problem in the configuration" in capsys.readouterr().out
+    assert sweep.main([str(grid), "--only", "task-*", "--stale", "rerun"]) == 1
+    assert "task-1: FAILED" in capsys.readouterr().out and index(tmp_path)["task-1"] == "stale"
     with pytest.raises(SystemExit) as stopped:
         table.main([str(grid), "--metric", "loss", "--out", str(tmp_path / "out")])
     assert stopped.value.code == 1 and "has measured loss; lost-1: new" in capsys.readouterr().err
