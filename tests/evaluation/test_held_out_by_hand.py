@@ -93,7 +93,7 @@ def test_the_end_of_training_reads_what_no_validation_has_read(job):
     data, engine, calls = job()
     rows = []
     log = SimpleNamespace(metrics=lambda step, values, text: rows.append((step, values, text)))
-    log_final_losses(data, engine, log)
+    log_final_losses(data, engine, log, 10)
     assert calls == [("valid", 3), *LOSS, ("test", 0), *LOSS]
     assert rows == [
         (10, {f"final/{name}_loss": 2.5}, f"{name} loss after training: 2.5000")
@@ -101,5 +101,5 @@ def test_the_end_of_training_reads_what_no_validation_has_read(job):
     ]
     assert held_out_loss(*job(lacking=["test"])[:2], "test", 0) is None
     rows.clear()
-    log_final_losses(*job(lacking=["test", "valid"])[:2], log)
+    log_final_losses(*job(lacking=["test", "valid"])[:2], log, 10)
     assert rows == []

@@ -20,7 +20,7 @@ class Interrupted(ByteLevelTokenizer):
     """Refuses a text, as a killed run leaves the text after it."""
 
     def encode(self, text: str) -> np.ndarray:
-        if text == "two":
+        if text == "zero":
             raise TokenizerError("interrupted")
         return super().encode(text)
 
@@ -30,7 +30,7 @@ def interrupted() -> tuple[Path, bytes, dict[str, bytes]]:
     """A folder as an interrupted run leaves it, its journal, and the files of an unbroken run."""
     folder = FOLDER / "journal"
     folder.mkdir()
-    for name in ("one", "two"):
+    for name in ("one", "two", "zero"):
         (folder / f"{name}.jsonl").write_text(f'"{name}"\n')
     sources = find_sources([folder / "*.jsonl"])
     Preparation(sources, [folder / "whole"], ByteLevelTokenizer(), checkpoint_seconds=0).run()
@@ -57,7 +57,7 @@ def test_a_journal(content: bytes) -> None:
     for path in folder.glob("x.*"):
         shutil.copy(path, other)
     (other / "x.journal").write_bytes(content)
-    sources = find_sources([folder / "one.jsonl", folder / "two.jsonl"])
+    sources = find_sources([folder / "one.jsonl", folder / "two.jsonl", folder / "zero.jsonl"])
     with in_time():
         Preparation(sources, [other / "x"], ByteLevelTokenizer(), checkpoint_seconds=0).run()
     assert {suffix: (other / f"x{suffix}").read_bytes() for suffix in whole} == whole

@@ -148,10 +148,11 @@ def keep_hyperparameters(schedule: AnnealingLR, engine_optimizer: Any) -> Iterat
         group.update(values)
     for key in {"loss_scaler", "loss_scale_config"} & own.keys():
         mine, loaded = vars(own[key]), vars(here[key])
-        if "last_overflow_iter" in loaded and mine.get("last_overflow_iter") is not None:
-            mine.update((each, loaded[each]) for each in SCALE_STATE & loaded.keys())
-            least = mine.get("min_scale", mine.get("min_loss_scale"))
-            mine["cur_scale"] = max(least, mine["cur_scale"])
+        dynamic = None not in (mine.get("last_overflow_iter"), loaded.get("last_overflow_iter"))
+        state = SCALE_STATE if dynamic else {"cur_iter"}
+        mine.update((each, loaded[each]) for each in state & loaded.keys())
+        least = mine.get("min_scale") or mine.get("min_loss_scale") or 0
+        mine["cur_scale"] = max(mine["cur_scale"], least)
     here.update(own)
     schedule.write()
 
