@@ -45,7 +45,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def gains(methods: pd.DataFrame) -> pd.DataFrame:
-    """Return what each method gains from distant text, from the largest gain."""
+    """Return a table of the gains: a row for each method, the largest gain first."""
     return pd.DataFrame(
         {
             "method": named(methods),

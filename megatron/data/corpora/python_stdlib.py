@@ -94,10 +94,10 @@ def stdlib_files() -> list[Path]:
     """
     root = stdlib_root()
     chosen = []
+    unwanted = (*_SKIPPED_FILES, *_REPEATED_FILES.split())
     for folder, folders, files in os.walk(root):
         folders[:] = [name for name in folders if name not in _SKIPPED_FOLDERS]
         sources = [Path(folder, name).relative_to(root) for name in fnmatch.filter(files, "*.py")]
-        unwanted = (*_SKIPPED_FILES, *_REPEATED_FILES.split())
         chosen += [path for path in sources if not any(map(path.match, unwanted))]
     return sorted(chosen, key=lambda path: hashlib.sha256(path.as_posix().encode()).digest())
 
