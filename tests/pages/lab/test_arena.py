@@ -26,8 +26,7 @@ SMALL = {
 
 
 @pytest.fixture(name="arena")
-def _arena(monkeypatch):
-    monkeypatch.syspath_prepend(ROOT / "docs" / "lab")
+def _arena():
     return importlib.import_module("arena")
 
 

@@ -8,13 +8,7 @@ import math
 import pandas as pd
 import pytest
 
-from tests.helpers.paths import ROOT
 from tests.pages.lab.test_arena import arena_run, of_seeds
-
-
-@pytest.fixture(autouse=True)
-def lab_on_the_path(monkeypatch):
-    monkeypatch.syspath_prepend(ROOT / "docs" / "lab")
 
 
 def three_methods():

@@ -8,13 +8,7 @@ import math
 import pandas as pd
 import pytest
 
-from tests.helpers.paths import ROOT
 from tests.pages.lab.test_arena import arena_run
-
-
-@pytest.fixture(autouse=True)
-def lab_on_the_path(monkeypatch):
-    monkeypatch.syspath_prepend(ROOT / "docs" / "lab")
 
 
 def test_other_text_is_for_the_papers_six_and_the_best_by_the_other_seeds(tmp_path):

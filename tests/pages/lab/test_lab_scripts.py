@@ -18,11 +18,6 @@ from tools.experiments.grid import read_grid
 GRID = next(path for path in GRIDS if path.name == "seconds_per_step.yml")
 
 
-@pytest.fixture(autouse=True)
-def lab_on_the_path(monkeypatch):
-    monkeypatch.syspath_prepend(ROOT / "docs" / "lab")  # one script reads another
-
-
 def script(name):
     """Return a script of docs/lab as a module; docs/lab is no package."""
     spec = importlib.util.spec_from_file_location(name, ROOT / "docs" / "lab" / f"{name}.py")

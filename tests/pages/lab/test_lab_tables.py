@@ -17,8 +17,7 @@ CONDITIONS = pd.read_csv(LAB / "conditions.csv").to_numpy().tolist()
 
 
 @pytest.fixture(name="tables")
-def _tables(monkeypatch):
-    monkeypatch.syspath_prepend(LAB)
+def _tables():
     return importlib.import_module("lab_tables")
 
 
