@@ -68,11 +68,11 @@ def main(argv: list[str] | None = None) -> int:
         return _list(cells, grid)
     states = {cell.name: state_of(cell) for cell in cells}
     stale = [cell for cell in cells if states[cell.name][0] == "stale"]
-    left = [cell for cell in cells if states[cell.name][0] not in ("finished", "stale")]
+    again = args.stale == "rerun" and not args.slurm
+    done = ("finished",) if again else ("finished", "stale")
+    left = [cell for cell in cells if states[cell.name][0] not in done]
     for cell in stale:
         print(f"{cell.name}: STALE: {states[cell.name][1]}")
-    if args.stale == "rerun" and not args.slurm:
-        left = [cell for cell in cells if cell in left or cell in stale]
     if args.slurm:
         print(_array_job(args, grid, left) if left else "no cell is left")
         return 0
@@ -133,9 +133,8 @@ def _devices(args: argparse.Namespace, processes: int) -> list[str]:
     """
     import torch
 
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
-    gpus = (args.gpus or visible).split(",") if args.gpus or visible else []
-    gpus = gpus or [str(number) for number in range(torch.cuda.device_count())]
+    named = args.gpus or os.environ.get("CUDA_VISIBLE_DEVICES", "")
+    gpus = named.split(",") if named else [str(n) for n in range(torch.cuda.device_count())]
     if not gpus:
         return [""] * (args.jobs or 1)
     groups = [gpus[i : i + processes] for i in range(0, len(gpus), processes)]

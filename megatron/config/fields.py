@@ -198,7 +198,7 @@ def texts(expected: str, write: str, *, commas: bool = False) -> Check:
 
     def check(value: Any) -> tuple[str, ...]:
         if isinstance(value, str):
-            value = value.split(",") if commas else [value]
+            value = [x.strip() for x in value.split(",")] if commas else [value]
         if not isinstance(value, (list, tuple)) or not all(isinstance(x, str) and x for x in value):
             raise wrong(expected, value, write)
         return tuple(value)

@@ -107,12 +107,8 @@ def positional_options(m: ModelConfig, name: str) -> dict[str, Any]:
             example = f"{{{term}: {{...}}}}, with options of {term}"
             raise PositionalError(f"pos_emb_options: {term} has {values!r}; write {example}")
     if "rpe" in terms:
-        table = {
-            "num_buckets": m.rpe_num_buckets,
-            "max_distance": m.rpe_max_distance,
-            "scale": m.head_dim**0.5,
-        }
-        options["rpe"] = table | options.get("rpe", {})
+        sizes = {"num_buckets": m.rpe_num_buckets, "max_distance": m.rpe_max_distance}
+        options["rpe"] = {"scale": m.head_dim**0.5, **sizes, **options.get("rpe", {})}
     if "rotary" in terms:
         options["rotary"] = {**m.rope_scaling, **options.get("rotary", {})}
     return options.get(name, {}) if len(terms) == 1 else options

@@ -100,6 +100,5 @@ def open_run(
             "still had a part of its old positions in training, and has none of it here"
         )
     scale_distances(model, config.evaluation.eval_distance_scale)
-    dtype = DTYPES[config.training.precision]
-    model = model.to(device=groups.device, dtype=dtype).eval()
+    model = model.to(device=groups.device, dtype=DTYPES[config.training.precision]).eval()
     return OpenRun(config, tokenizer, model, saved, notes)

@@ -38,7 +38,7 @@ class Continuation:
         # A token's text may depend on the tokens before it, so they are decoded together.
         self._ids = list(prompt)  # the tokens before the new ones, then the new ones
         self._old = len(self._ids)  # the number of tokens before the new ones
-        self._known = tokenizer.decode(self._ids).rstrip(UNFINISHED)  # the text that was passed on
+        self._known = tokenizer.decode(self._ids)  # the text that was passed on
         self._held, self._pieces = "", list[str]()
         self.tokens, self.end = 0, ""
 

@@ -47,6 +47,15 @@ def test_wrong_values(problems: Callable, text: str, says: str) -> None:
     assert any(says in line for line in lines), lines
 
 
+def test_options_of_rotary_that_are_no_options_are_no_second_scaling(load: Callable) -> None:
+    """They are refused when the embedding is built, which names the term."""
+    assert load("pos_emb: rotary\nrope_scaling: {type: ntk, factor: 2}\npos_emb_options: {rotary: 3}")
+
+
+def test_names_between_commas_lose_their_spaces(load: Callable) -> None:
+    assert load("eval_tasks: piqa, sciq").evaluation.eval_tasks == ("piqa", "sciq")
+
+
 def test_the_weights_of_a_key_head_stay_on_one_rank(problems: Callable) -> None:
     (line,) = problems("num_kv_heads: 1\nmodel_parallel_size: 2", world_size=2)
     assert "model_parallel_size 2 does not divide 1, and the weights of a key head" in line

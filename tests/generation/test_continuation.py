@@ -56,6 +56,12 @@ def test_any_bytes_give_the_text_of_all_tokens_together(tokenizer):
         assert row.text == whole[len(tokenizer.decode([*"🙂".encode(), *prompt])) :], (prompt, ids)
 
 
+@pytest.mark.parametrize("ids", [list(b"ab"), [*"é".encode()], [*"\ufffd!".encode()], [0xF0, 98]])
+def test_a_prompt_that_ends_in_the_replacement_character_is_not_repeated(ids):
+    _, row = pieces(BYTES, [*"a\ufffd".encode()], ids)
+    assert row.text == BYTES.decode(ids)
+
+
 def test_ids_outside_the_vocabulary_are_marked():
     _, row = pieces(BYTES, list(b"a"), [98, 300, 99, 300])
     assert row.text == "b\ufffdc\ufffd"

@@ -56,7 +56,7 @@ def _scaling(scaling: Any, pos_emb: Any) -> Found | None:
 @relation("rope_scaling", "pos_emb_options")
 def _scaled_twice(scaling: Any, options: Any) -> Found | None:
     given = options.get("rotary", options)
-    if scaling and "rope_type" in given:
+    if scaling and isinstance(given, Mapping) and "rope_type" in given:
         text = "scales the angles of rotary, and so does pos_emb_options; leave one of them out"
         return "rope_scaling", text
 

@@ -20,6 +20,7 @@ out of the folder, because such a link could add any file of the machine to the 
 import glob
 import hashlib
 import os
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -112,6 +113,9 @@ def find_sources(inputs: Iterable[str | os.PathLike]) -> list[Source]:
                     f"{path}: unknown kind {suffix!r}; give .jsonl, .txt or .parquet files, .tar, "
                     ".zip or .dat.zst archives, or a folder of text files"
                 )
+    files = (path for source in sources for path in source.paths or [source.path])
+    twice = [path for path, times in Counter(map(os.path.abspath, files)).items() if times > 1]
+    faults += [f"{path}: is named twice, so its documents would be doubled" for path in twice]
     if faults:
         raise CorpusError("\n".join(faults))
     return sources

@@ -36,6 +36,8 @@ class HFTokenizer(Tokenizer):
             self.reference = tokenizers.Tokenizer.from_str(text)
             self.reference.no_truncation()  # some files would cut each document short, silently
             self.reference.no_padding()
+            if getattr(self.reference.model, "dropout", None):  # each text must have one encoding
+                self.reference.model.dropout = None
             template = self.reference.encode("a")
             self.begin = tuple(template.ids[: [*template.special_tokens_mask, 0].index(0)])
         vocabulary, end = self.reference.get_vocab(with_added_tokens=True), END_OF_DOCUMENT

@@ -86,6 +86,16 @@ def test_a_tokenizer_json_never_cuts_or_pads_documents(tmp_path):
     assert tokenizer.encode("b").tolist() == [1]
 
 
+def test_bpe_dropout_does_not_encode_at_random(tmp_path):
+    """Dropout of merges is for training a model on varied text, not for a shard or a prompt."""
+    vocabulary = {"a": 0, "b": 1, "aa": 2, "ab": 3}
+    model = {"type": "BPE", "vocab": vocabulary, "merges": ["a a", "a b"], "dropout": 0.9}
+    path = hf_file(tmp_path / "tokenizer.json", model=model)
+    tokenizer = build_tokenizer("HFTokenizer", path)
+    for _ in range(20):
+        assert tokenizer.encode("aaab").tolist() == [2, 3]
+
+
 WORDS = {"type": "WordLevel", "vocab": {"a": 0, "b": 0}, "unk_token": "a"}
 HOSTILE_JSON = [
     ({"model": WORDS}, "the id 0 of the token '[ab]' is of '[ab]' too"),
