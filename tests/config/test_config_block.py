@@ -49,7 +49,8 @@ def test_wrong_values(problems: Callable, text: str, says: str) -> None:
 
 def test_options_of_rotary_that_are_no_options_are_no_second_scaling(load: Callable) -> None:
     """They are refused when the embedding is built, which names the term."""
-    assert load("pos_emb: rotary\nrope_scaling: {type: ntk, factor: 2}\npos_emb_options: {rotary: 3}")
+    scaled = "pos_emb: rotary\nrope_scaling: {type: ntk, factor: 2}"
+    assert load(f"{scaled}\npos_emb_options: {{rotary: 3}}").model.pos_emb_options == {"rotary": 3}
 
 
 def test_names_between_commas_lose_their_spaces(load: Callable) -> None:

@@ -89,8 +89,8 @@ def find_sources(inputs: Iterable[str | os.PathLike]) -> list[Source]:
         inputs: Paths of files or folders, glob patterns, and `hub:ID[:SPLIT]`.
 
     Raises:
-        CorpusError: An input is missing, is empty or has an unknown kind. The error message lists
-            all such inputs.
+        CorpusError: An input is missing, is empty, has an unknown kind, or is named twice. The
+            error message lists all such inputs.
     """
     sources: list[Source] = []
     faults: list[str] = []
@@ -113,9 +113,9 @@ def find_sources(inputs: Iterable[str | os.PathLike]) -> list[Source]:
                     f"{path}: unknown kind {suffix!r}; give .jsonl, .txt or .parquet files, .tar, "
                     ".zip or .dat.zst archives, or a folder of text files"
                 )
-    files = (path for source in sources for path in source.paths or [source.path])
-    twice = [path for path, times in Counter(map(os.path.abspath, files)).items() if times > 1]
-    faults += [f"{path}: is named twice, so its documents would be doubled" for path in twice]
+    files = (os.path.abspath(p) for source in sources for p in source.paths or [source.path])
+    for path in [each for each, times in Counter(files).items() if times > 1]:
+        faults.append(f"{path}: is named twice, which doubles its documents; name it once")
     if faults:
         raise CorpusError("\n".join(faults))
     return sources

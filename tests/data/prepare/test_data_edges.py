@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 import prepare_data
-from megatron.data.errors import ShardError
+from megatron.data.errors import CorpusError, ShardError
 from megatron.data.prepare.journal import Journal, State
 from megatron.data.prepare.sources import find_sources
 from megatron.data.prepare.text_to_shards import Preparation
@@ -58,7 +58,9 @@ def test_an_archive_without_records_is_an_error(tmp_path, run, kind):
     empty, good = empty_archives(tmp_path)[kind], tmp_path / "good.jsonl"
     good.write_text(GOOD)
     assert f"error: {empty}: has no records" in run([good, empty], code=1)
-    text = run([good, empty, good], "--on-error", "skip")
+    other = tmp_path / "other.jsonl"
+    other.write_text(GOOD)
+    text = run([good, empty, other], "--on-error", "skip")
     assert "skipped 1 faulty records" in text and f"{empty}: has no records" in text
     assert len(ShardReader(tmp_path / "out" / "x_text_document")) == 2
 
@@ -185,3 +187,16 @@ def test_merged_shards_say_that_one_has_no_ends_of_documents(tmp_path, run):
         prefixes = [str(tmp_path / "out" / f"{name}_text_document") for name in order]
         merge(prefixes, tmp_path / order)
         assert read_manifest(str(tmp_path / order))["append_eod"] is (order == "aa")
+
+
+@pytest.mark.parametrize("inputs", [("a.txt", "*.txt"), ("r.jsonl", "."), ("x", "r.jsonl", "x/..")])
+def test_a_file_that_two_inputs_name_is_an_error(tmp_path, monkeypatch, inputs):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "x").mkdir()
+    for name in ("a.txt", "b.txt", "x/c.txt"):
+        (tmp_path / name).write_text("text")
+    (tmp_path / "r.jsonl").write_text('{"text": "record"}')
+    file = tmp_path / inputs[-2]
+    with pytest.raises(CorpusError, match=f"{file}: is named twice, which doubles its doc"):
+        find_sources(inputs)
+    assert find_sources(inputs[:1]) and find_sources(inputs[-1:])

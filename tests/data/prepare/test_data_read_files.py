@@ -149,19 +149,6 @@ def test_globs_in_order_and_hidden_mistakes(tmp_path):
         find_sources([tmp_path / "e.jsonl", tmp_path / "n.txt"])
 
 
-@pytest.mark.parametrize("inputs", [("a.txt", "*.txt"), ("r.jsonl", "."), ("x", "r.jsonl", "x/..")])
-def test_a_file_that_two_inputs_name_is_an_error(tmp_path, monkeypatch, inputs):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "x").mkdir()
-    for name in ("a.txt", "b.txt", "x/c.txt"):
-        (tmp_path / name).write_text("text")
-    (tmp_path / "r.jsonl").write_text('{"text": "record"}')
-    file = tmp_path / inputs[-2]
-    with pytest.raises(CorpusError, match=f"{file}: is named twice, so its documents would be d"):
-        find_sources(inputs)
-    assert find_sources(inputs[:1]) and find_sources(inputs[-1:])
-
-
 def test_a_folder_that_may_not_be_read_is_an_error(tmp_path, monkeypatch):
     """This includes inner folders, whose files would otherwise be left out silently."""
     (tmp_path / "closed").mkdir()
