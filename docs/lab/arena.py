@@ -6,10 +6,12 @@ Each finished run is measured at the lengths of the grid. Its measures are store
 (`arena.json`), so a run is measured once. A run that is not finished, or whose losses are not
 finite, is named and left out. Rows of an earlier `runs.csv` stay, so the grid may be run in parts.
 
-`runs.csv` has a row for each run. `methods.csv` has a row for each method with its label and, with
-`--tests`, the plan's tests: use it when all runs have ended. Each picture answers one question:
-does distant text help (gain), how much of what the text offers is taken (share), how well does the
-model do at the training length and beyond (level, by_length), from where does it recall (recall).
+`runs.csv` has a row for each run. `methods.csv` has a row for each method with its label, in the
+order of `least`, the smaller of the two gains. With `--tests`, it has the plan's tests, and
+`missing.csv` says which runs have no row and why: use it when all runs have ended. Each picture
+answers one question: does distant text help (gain), how much of what the text offers is taken
+(share), how well does the model do at the training length and beyond (level, by_length), from where
+does it recall (recall).
 """
 
 from __future__ import annotations
@@ -45,7 +47,7 @@ from megatron.evaluation.suite.measure import Subject, read_sample
 from megatron.evaluation.suite.pointer import distinct_documents, pointer
 from megatron.files import write_text
 from tools.experiments.claims import holm
-from tools.experiments.grid import Cell
+from tools.experiments.grid import Cell, read_grid
 
 REFERENCE = "kerple_log"
 MEASURES = "arena.json"
@@ -71,16 +73,25 @@ def main(arguments: Sequence[str] | None = None) -> int:
         one_thread = {"initializer": torch.set_num_threads, "initargs": (1,)}
         with ProcessPoolExecutor(given.jobs, get_context("spawn"), **one_thread) as pool:
             faults = list(pool.map(measure, cells))
-    for cell, fault in zip(cells, faults, strict=True):
-        print(f"{cell.name}: {fault or 'measured'}", file=sys.stderr)
-    cells = [cell for cell, fault in zip(cells, faults, strict=True) if not fault]
+    why = {cell.name: fault for cell, fault in zip(cells, faults, strict=True)}
+    for name, fault in why.items():
+        print(f"{name}: {fault or 'measured'}", file=sys.stderr)
+    cells = [cell for cell in cells if not why[cell.name]]
     if not cells:
         return 1
     given.out.mkdir(parents=True, exist_ok=True)
     runs = with_earlier(pd.DataFrame(map(row, cells)), given.out / "runs.csv", ["method"])
     runs.to_csv(given.out / "runs.csv", index=False, float_format="%.6g")
+    if given.tests:
+        missing = [
+            (cell.name, why.get(cell.name, "is not finished"))
+            for cell in read_grid(given.grid, dict(given.set)).cells
+            if not ((runs.method == cell.axes["embedding"]) & (runs.seed == cell.seed)).any()
+        ]
+        table = pd.DataFrame(missing, columns=["cell", "reason"])
+        table.to_csv(given.out / "missing.csv", index=False)
     methods = compared(runs, given.tests)
-    methods.to_csv(given.out / "methods.csv", index=False, float_format="%.4g")
+    methods.to_csv(given.out / "methods.csv", index=False, float_format="%.6g")
     print(methods.to_string(index=False))
     draw(with_derived(runs), given.out)
     pictures.save(by_length(runs, "Perplexity by length"), given.out / "by_length.png")
@@ -93,14 +104,31 @@ def measure(cell: Cell) -> str:
     Returns:
         Why the run cannot be measured, or an empty text.
     """
-    path = cell.folder / MEASURES
-    if not path.exists():
-        try:
-            measures = measured(cell)
-        except DivergedError as error:
-            return str(error)
-        write_text(path, json.dumps(measures, indent=1))
+    path, given = cell.folder / MEASURES, settings(cell)
+    if path.exists():
+        same = json.loads(path.read_text())["settings"] == given
+        return "" if same else f"{path} has other settings; delete it to measure the run again"
+    try:
+        measures = measured(cell)
+    except DivergedError as error:
+        return str(error)
+    write_text(path, json.dumps({"settings": given, **measures}, indent=1))
     return ""
+
+
+def settings(cell: Cell) -> dict[str, Any]:
+    """Return what the measures of a run depend on, beside the run itself, as JSON has it."""
+    config = cell.config()
+    chosen = {
+        "data_path": config.data.data_path,
+        "split": config.data.split,
+        "eval_split": config.evaluation.eval_split,
+        "eval_lengths": config.evaluation.eval_lengths,
+        "eval_suite_tokens": config.evaluation.eval_suite_tokens,
+        "exact_tokens": EXACT_TOKENS,
+        "steps": config.training.train_iters,
+    }
+    return json.loads(json.dumps(chosen))
 
 
 def measured(cell: Cell) -> dict[str, Any]:
@@ -159,42 +187,51 @@ def row(cell: Cell) -> dict[str, Any]:
 
 
 def compared(runs: pd.DataFrame, tests: bool = False) -> pd.DataFrame:
-    """Return the means of each method and its label, in the order of the gain.
+    """Return the means of each method and its label, in the order of the smaller gain.
 
     Args:
         tests: Also return the p values of the plan's tests, for methods with all their seeds.
     """
     values = with_derived(runs)
     groups = values.groupby("method", sort=False)
-    means = groups[["level", "change", "gain", "exact", "share", "places"]].mean()
+    means = groups[["level", "change", "gain", "exact", "least", "share", "places"]].mean()
     means.insert(0, "seeds", groups.size())
-    means.insert(4, "gain_sd", groups.gain.std())
-    means["label"] = groups[["gain_low", "gain_high", "exact_low", "exact_high"]].apply(label)
+    means.insert(6, "least_sd", groups.least.std())
+    means["label"] = groups.label.first()
     searched = pd.read_csv(FAMILIES)["searched with"].str.replace(" ", "")
     means["rate"] = np.where(means.index.isin(searched), "searched", "of its family")
     if tests:
         tested = means[means.seeds == SEEDS]
         gain, level = (
             values.pivot(index="method", columns="seed", values=each).loc[tested.index]
-            for each in ("gain", "level")
+            for each in ("least", "level")
         )
         above = ttest_1samp(gain, 0, axis=1, alternative="greater").pvalue
         above = pd.Series(np.where(tested.label == "gains", above, 1.0), gain.index)
         means["gain_p"] = corrected(above)
         means["gain_differs_p"] = corrected(paired(gain))
         means["level_differs_p"] = corrected(paired(level[tested.rate == "searched"]))
-    return means.sort_values("gain", ascending=False).reset_index()
+    return means.sort_values("least", ascending=False).reset_index()
 
 
 def with_derived(runs: pd.DataFrame) -> pd.DataFrame:
-    """Return the runs with the measures that follow from their others: level, change and share."""
+    """Return the runs with what follows from their measures.
+
+    The columns are level, change, least (the smaller gain), the label of the method, and share. A
+    run has a share if the method is labelled "gains".
+    """
     shortest, *_, longest = perplexities(runs)
     headroom = runs[runs.method == REFERENCE].set_index("seed").headroom
-    return runs.assign(
+    ends = runs[["method", "gain_low", "gain_high", "exact_low", "exact_high"]]
+    labels = {name: label(method) for name, method in ends.groupby("method")}
+    runs = runs.assign(
         level=np.log(runs[shortest]),
         change=np.log(runs[longest]) - np.log(runs[shortest]),
-        share=runs.gain / runs.seed.map(headroom),
+        least=runs[["gain", "exact"]].min(axis=1),
+        label=runs.method.map(labels),
     )
+    share = runs.gain / runs.seed.map(headroom)
+    return runs.assign(share=share.where(runs.label == "gains"))
 
 
 def label(method: pd.DataFrame) -> str:

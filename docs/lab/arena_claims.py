@@ -29,7 +29,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     folders = parser.parse_args(arguments).folders
     texts = {folder.name: pd.read_csv(folder / "runs.csv") for folder in folders}
     found = judged(pd.read_csv(CLAIMS), texts)
-    found.to_csv(folders[0] / "claims.csv", index=False, float_format="%.4g")
+    found.to_csv(folders[0] / "claims.csv", index=False, float_format="%.6g")
     print(found.to_string(index=False))
     return 0
 

@@ -20,8 +20,8 @@ from recipe import perplexities
 
 TABLES = Path(__file__).parent / "tables"
 P_VALUES = {
-    "gain above 0": "gain_p",
-    "gain differs from that of `kerple_log`": "gain_differs_p",
+    "smaller gain above 0": "gain_p",
+    "smaller gain differs from that of `kerple_log`": "gain_differs_p",
     "level differs from that of `kerple_log`": "level_differs_p",
 }
 
@@ -45,15 +45,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def gains(methods: pd.DataFrame) -> pd.DataFrame:
-    """Return a table of the gains: a row for each method, the largest gain first."""
+    """Return a table of the gains: a row for each method, the largest smaller gain first."""
     return pd.DataFrame(
         {
             "method": named(methods),
             "label": methods.label.fillna(""),
             "gain": methods.gain.map("{:.4f}".format),
-            "deviation over seeds": methods.gain_sd.map("{:.4f}".format),
             "exact": methods.exact.map("{:.4f}".format),
-            "share": methods.share.map("{:.0%}".format),
+            "smaller": methods.least.map("{:.4f}".format),
+            "its deviation over seeds": methods.least_sd.map("{:.4f}".format),
+            "share": methods.share.map("{:.0%}".format).replace("nan%", ""),
         }
     )
 
@@ -68,8 +69,8 @@ def models(methods: pd.DataFrame, runs: pd.DataFrame) -> pd.DataFrame:
     return pd.DataFrame(
         {
             "method": named(methods),
-            f"perplexity at {trained:,}": np.exp(methods.level).map("{:.2f}".format),
-            f"perplexity at {most:,}": np.exp(methods.level + methods.change).map("{:.2f}".format),
+            f"perplexity at {trained:,}": np.exp(methods.level).map(perplexity),
+            f"perplexity at {most:,}": np.exp(methods.level + methods.change).map(perplexity),
             "change": methods.change.map("{:+.3f}".format),
             "places": methods.places.map("{:.1f}".format),
             "induction of each run": methods.method.map(induction),
@@ -101,6 +102,10 @@ def verdicts(claims: pd.DataFrame) -> pd.DataFrame:
             **{f"on {name}": texts[name] for name in others},
         }
     )
+
+
+def perplexity(value: float) -> str:
+    return f"{value:,.2f}" if value < 1000 else f"{value:,.0f}"
 
 
 def named(methods: pd.DataFrame) -> pd.Series:

@@ -44,7 +44,7 @@ def draw(values: pd.DataFrame, folder: Path) -> None:
 
 @pictures.in_style()
 def dots(values: pd.DataFrame, title: str, columns: Mapping[str, str]) -> Any:
-    """Draw measures of each run, by the mean gain of its method.
+    """Draw measures of each run, by the mean of the smaller gain of its method.
 
     A run is a dot, with its interval if the measure has one. A line marks the mean of the method.
 
@@ -56,7 +56,7 @@ def dots(values: pd.DataFrame, title: str, columns: Mapping[str, str]) -> Any:
     from matplotlib.figure import Figure
     from matplotlib.ticker import MaxNLocator
 
-    names = list(values.groupby("method").gain.mean().sort_values().index)
+    names = list(values.groupby("method").least.mean().sort_values().index)
     figure = Figure(figsize=(4 + 3 * len(columns), 1.2 + 0.24 * len(names)), layout="constrained")
     figure.suptitle(title, x=0.01, ha="left")
     plots = figure.subplots(1, len(columns), sharey=True, squeeze=False)[0]
@@ -90,12 +90,13 @@ def _method(axes: Any, runs: pd.DataFrame, column: str, place: int) -> None:
 
 @pictures.in_style()
 def on_texts(gains: pd.DataFrame) -> Any:
-    """Draw the gain of each method on code against that on each other text.
+    """Draw the smaller gain of each method on code against that on each other text.
 
     Args:
         gains: A row for each method. The first column is the gain on code, and each other column is
-            the gain on another text.
+            the gain on another text. A gain outside the range is drawn as a triangle at its edge.
     """
+    least, most = SHOWN["gain"]
     code, *others = gains.columns
     title = "Do methods that gain on code gain on other text?"
     figure, plots = pictures.panels(title, len(others), height=4.5)
@@ -103,11 +104,13 @@ def on_texts(gains: pd.DataFrame) -> Any:
         axes.axvline(0, color="grey", lw=1)
         axes.axhline(0, color="grey", lw=1)
         for name, row in gains[[code, text]].dropna().iterrows():
-            point = row.clip(*SHOWN["gain"])
-            axes.plot(*point, ls="", marker="o", ms=4, color="C0")
+            point, marker = row.clip(least, most), "o"
+            for value, (low, high) in zip(row, ("<>", "v^"), strict=True):
+                marker = low if value < least else high if value > most else marker
+            axes.plot(*point, ls="", marker=marker, ms=4, color="C0")
             axes.annotate(
                 str(name), tuple(point), xytext=(5, 0), textcoords="offset points",
                 va="center", fontsize="small",
             )  # fmt: skip
-        axes.set(xlabel=f"gain on {code} (nats)", ylabel=f"gain on {text} (nats)")
+        axes.set(xlabel=f"smaller gain on {code} (nats)", ylabel=f"smaller gain on {text} (nats)")
     return figure

@@ -5,7 +5,7 @@
 Each folder contains a `runs.csv` of arena.py, for one text. The script prints the methods that the
 plan chooses by the runs in the first folder. With more folders, it writes `texts.csv` into the
 first: Spearman's rank correlation between the gains on the first text and on each other text. The
-picture `texts.png` shows these gains.
+picture `texts.png` shows these gains. A gain here is the smaller of a run's two gains.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import pandas as pd
-from arena import SEEDS, compared
+from arena import SEEDS, compared, with_derived
 from arena_pictures import on_texts
 from scipy.stats import spearmanr
 
@@ -46,19 +46,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def chosen(runs: pd.DataFrame) -> list[str]:
-    """Return the paper's embeddings, and the best methods by the gain of the other seeds."""
+    """Return the paper's embeddings, and the best methods by the other seeds' smaller gains."""
     methods = compared(runs).set_index("method")
     may = methods.index[(methods.seeds == SEEDS) & (methods.label != "loses")]
-    counted = runs[(runs.seed != SEED) & runs.method.isin(may)]
-    gain = counted.groupby("method").gain.mean().sort_values(ascending=False)
-    return list(dict.fromkeys([*PAPER, *gain.index[:BEST]]))
+    values = with_derived(runs)
+    counted = values[(values.seed != SEED) & values.method.isin(may)]
+    least = counted.groupby("method").least.mean().sort_values(ascending=False)
+    return list(dict.fromkeys([*PAPER, *least.index[:BEST]]))
 
 
 def gains_by_text(texts: Mapping[str, pd.DataFrame]) -> pd.DataFrame:
-    """Return the gain of each method (rows) on each text (columns), of one seed."""
-    return pd.DataFrame(
-        {name: runs[runs.seed == SEED].set_index("method").gain for name, runs in texts.items()}
-    )
+    """Return the smaller gain of each method (rows) on each text (columns), of one seed."""
+    values = {name: with_derived(runs).set_index("method") for name, runs in texts.items()}
+    return pd.DataFrame({name: each[each.seed == SEED].least for name, each in values.items()})
 
 
 def correlation(gains: pd.DataFrame, labels: pd.Series, text: str) -> dict[str, object]:

@@ -9,7 +9,8 @@ import re
 
 import pandas as pd
 
-from megatron.evaluation.suite.intervals import LEVEL
+from megatron.evaluation.suite.intervals import FEWEST, LEVEL
+from megatron.evaluation.suite.recall import NOTICEABLE
 from tests.helpers.paths import CONFIGS, ROOT
 from tests.pages.figures.held import constant, grid, says, word
 
@@ -103,7 +104,7 @@ def test_the_plan_has_the_figures_of_its_grids():
         f"{methods} methods, seeds {seeds[0]} to {seeds[-1]}, which",
         f"W = {w}, {w * batch:,} tokens a step, bf16, Muon), with {steps:,} steps.",
         f"on targets with more than {w} tokens before them, in sequences of {longest:,} tokens |",
-        f"finds beyond {w} tokens |",
+        f"finds beyond {w} tokens; only for methods",
         f"perplexity at {longest:,} tokens divided by that at {w}, on",
         f"| level | logarithm of the perplexity at {w} tokens |",
         f"its rate was searched with one member of its family, for {few} steps and one seed",
@@ -132,7 +133,9 @@ def test_the_labels_and_tests_of_the_plan():
         f"on about {scored:,.0f} such tokens",
         f"after {steps:,} steps, the standard deviation of the gain was"
         f" {deviations['kerple_log']:.4f} with `kerple_log` and {deviations['alibi']:.4f} with",
-        f"is labelled *gains* with a probability of {(100 - LEVEL) / 2:g}%.",
+        f"If a split has fewer than {word(FEWEST)} documents, there are no intervals",
+        f"their gain is above {NOTICEABLE} nats by its whole interval",
+        f"is labelled *gains* with a probability of nominally {(100 - LEVEL) / 2:g}%.",
     )
     yarn = pd.read_csv(ROOT / "docs/results/retrofit/retrofit.csv").query("method == 'yarn'")
     assert (yarn.gain_high < 0).all() and len(yarn) == 3  # "one method loses against its twin"
@@ -224,6 +227,6 @@ def test_the_other_text():
         f"the paper's {word(len(paper))} embeddings ({', '.join(f'`{name}`' for name in paper)})",
         f"The seed is {seed} alone",
         f"gain of the seeds {seed + 1} and {seed + 2}, among",
-        "and the five with the highest mean gain of",
+        "and the five with the highest mean smaller gain of",
         f"--only METHOD-{seed}",
     )

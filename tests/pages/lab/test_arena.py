@@ -104,10 +104,28 @@ def test_the_arenas_tests_are_t_tests_over_seeds(arena):
     both = 2 * two_sided([0, 0, 1])  # of one seed's difference, whatever its size
     assert found.level_differs_p.dropna().to_dict() == pytest.approx({"bam": both, "fire": both})
     assert found.gain["kerple_log"] == pytest.approx(0.022)
-    assert found.gain_sd["bam"] == pytest.approx(math.sqrt(0.002**2 * 2 + 0.004**2) / math.sqrt(2))
-    assert found.share["fire"] == pytest.approx((0.02 / 0.2 + 0.02 / 0.1 - 0.02 / 0.1) / 3)
+    assert found.least_sd["bam"] == pytest.approx(math.sqrt(0.002**2 * 2 + 0.004**2) / math.sqrt(2))
+    assert found.share["bam"] == pytest.approx((0.03 / 0.2 + 0.03 / 0.1 + 0.036 / 0.1) / 3)
+    assert found.share[["fire", "sandwich"]].isna().all()  # they are not labelled "gains"
     assert found.change["sandwich"] == pytest.approx(math.log(0.9))
     assert found.level["bam"] == pytest.approx(math.log(10) + math.log(1.01) / 3)
+
+
+def test_harm_of_the_twin_alone_is_no_rank(arena):
+    """A large gain with a small `exact` counts as the small one, in the order and in the tests."""
+    smaller = enumerate((0.015, 0.016, 0.014), 1)
+    rows = [
+        *of_seeds("kerple_log", (0.02, 0.021, 0.025)), *of_seeds("bam", (0.03, 0.031, 0.05)),
+        *[arena_run("sinusoidal", seed, gain=0.5, exact=exact) for seed, exact in smaller],
+    ]  # fmt: skip
+    found = arena.compared(pd.DataFrame(rows), tests=True).set_index("method")
+    assert found.index.tolist() == ["bam", "kerple_log", "sinusoidal"]
+    assert found.label.tolist() == ["gains"] * 3
+    assert found.gain["sinusoidal"] == 0.5 and found.least["sinusoidal"] == pytest.approx(0.015)
+    rows[6:] = of_seeds("sinusoidal", (0.015, 0.016, 0.014))
+    both = arena.compared(pd.DataFrame(rows), tests=True).set_index("method")
+    columns = ["least", "gain_p", "gain_differs_p"]
+    pd.testing.assert_frame_equal(found[columns], both[columns])
 
 
 def test_a_method_without_all_seeds_has_no_label_and_no_test(arena):
@@ -171,6 +189,7 @@ def test_a_run_is_measured_as_the_suite_measures_it(arena, tmp_path):
     given = [str(tmp_path / "grid.yml"), "--out", str(tmp_path / "out")]
     assert arena.main(given) == 0 and arena.main(given) == 0
     [run] = pd.read_csv(tmp_path / "out" / "runs.csv").to_dict("records")
+    assert not (tmp_path / "out" / "missing.csv").exists()
     suite = run_suite(cell.config(), cell.folder)
     found = {measure.name: measure for measure in suite.measures}
     far = found["pointer"].rows[0].flat()
@@ -185,6 +204,15 @@ def test_a_run_is_measured_as_the_suite_measures_it(arena, tmp_path):
     assert run["places"] == len(found["copy"].answer)
     assert run["induction"] == found["induction"].answer
     assert (tmp_path / "out" / "by_length.png").read_bytes().startswith(b"\x89PNG")
+    grid = json.loads((tmp_path / "grid.yml").read_text())
+    grid["lengths"] = [16, 32]
+    (tmp_path / "grid.yml").write_text(json.dumps(grid))
+    assert arena.main(given) == 1  # its measures are those of other lengths
+    grid["lengths"], grid["seeds"] = [16, 64], [1, 2]
+    (tmp_path / "grid.yml").write_text(json.dumps(grid))
+    assert arena.main([*given, "--tests"]) == 0
+    [missing] = pd.read_csv(tmp_path / "out" / "missing.csv").to_dict("records")
+    assert missing == {"cell": "kerple_log-2", "reason": "is not finished"}
 
 
 def test_rows_of_runs_that_are_measured_earlier_stay_in_order(arena, tmp_path):

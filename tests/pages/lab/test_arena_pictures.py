@@ -64,9 +64,10 @@ def test_the_picture_of_texts_compares_the_gains_of_one_seed():
     given = {"code": code, "arena_prose": prose, "arena_latex": latex}
     gains = texts.gains_by_text({name: pd.DataFrame(rows) for name, rows in given.items()})
     of_prose, of_latex = drawing.on_texts(gains).axes
-    assert points(of_latex, "o") == [(0.1, 0)]
+    assert points(of_latex, ">") == [(0.1, 0)]
     assert [text.get_text() for text in of_prose.texts] == ["a", "b"]
     assert [text.xy for text in of_prose.texts] == [(0.02, 0.01), (0.1, -0.01)]
+    assert [line.get_marker() for line in of_prose.lines[2:]] == ["o", ">"]
     assert [text.get_text() for text in of_latex.texts] == ["b"]
 
 
@@ -93,12 +94,14 @@ def test_the_tables_of_the_page_are_the_results(tmp_path, monkeypatch):
     assert gains.method.tolist() == models.method.tolist() == tests.method.tolist() == names
     assert gains.label.tolist() == ["gains", "gains", "", "loses"]
     assert gains.gain.tolist() == ["0.0867", "0.0220", "0.0100", "-0.4000"]
-    assert gains["deviation over seeds"][1] == "0.0026" and gains.share[1] == "11%"
+    assert gains.exact.tolist() == gains.smaller.tolist() == gains.gain.tolist()
+    assert gains["its deviation over seeds"][1] == "0.0026"
+    assert gains.share.tolist() == ["43%", "11%", "", ""]
     first = models.iloc[1].to_dict()
     assert (first["perplexity at 128"], first["perplexity at 2,048"]) == ("10.00", "9.00")
     assert (first["change"], first["places"], first["rate"]) == ("-0.105", "9.0", "searched")
     assert models["induction of each run"][2] == "1,024, 1,024"
-    assert tests["gain differs from that of `kerple_log`"][1] == ""
+    assert tests["smaller gain differs from that of `kerple_log`"][1] == ""
     assert tests.iloc[2, 1:].tolist() == [""] * 3 and float(tests.iloc[3, 1]) == 1
     [shown] = verdicts.to_dict("records")
     assert (shown["mean difference"], shown["on code"], shown["verdict"], shown["on prose"]) == (
