@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import torch
 
-CYCLES = 2_000_000
+CYCLES = 3_000_000
 """At least the number of clock cycles of a GPU in a millisecond."""
 
 

@@ -40,6 +40,7 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 PARTS = {
     "attention": (
         "kerple::",
+        "FusedAttention",
         "Blocked",
         "scaled_dot_product",
         "_flash_attention",
@@ -237,6 +238,8 @@ def parts_of(step: Step, args: argparse.Namespace) -> dict[str, float]:
         taken = 1e6 * (time.perf_counter() - start)
     spent: dict[str, float] = defaultdict(float)
     for event in profiler.events() or []:
+        if event.device_type.name != "CPU":  # a kernel, whose time its operation has too
+            continue
         time_us = event.self_device_time_total if cuda else event.self_cpu_time_total
         names, at = [], event
         while at is not None:

@@ -220,7 +220,7 @@ def backward(
     dk, dv, ddecay = key_gradients(setting, tiles.key, shared, terms)
     drows = None
     if need_theta:
-        drows = sums.view(batch, heads, -1, columns).sum((0, 2))
+        drows = sums.view(batch, heads, -1, sums.shape[1]).sum((0, 2))[:, :columns]
         if functions.layer is not None:
             drows = hidden_gradient(setting, tiles.query, shared, functions.layer, drows)
     elif need_rows:
@@ -274,7 +274,8 @@ def hidden_gradient(
     # The columns of theta and the layer's knees, then its slopes and offsets. The knees and the
     # parameters of the layer get no gradient here.
     before = by_head.new_zeros(heads, rows_HW.shape[1] - 2 * slopes_HM.shape[1])
-    before[:, layer.others] = plain_HN
+    for n, column in zip(layer.others, plain_HN.unbind(1), strict=True):
+        before[:, n] = column
     return torch.cat((before, slopes_HM, offsets_HM), dim=1)
 
 

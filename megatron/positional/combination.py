@@ -136,7 +136,7 @@ class Combination(PositionalEmbedding):
         kernel, columns = self._tempered_kernel if tempered else self._kernel
         if kernel is self:
             return self, theta_HN
-        return kernel, theta_HN[:, columns] if theta_HN is not None and columns else None
+        return kernel, columns_of(theta_HN, columns) if theta_HN is not None and columns else None
 
     def _with_theta(self, theta_HN: Tensor) -> Iterable[tuple[PositionalEmbedding, Tensor]]:
         """Return a pair for each embedding: the embedding, and its parameters."""
@@ -147,6 +147,14 @@ class Combination(PositionalEmbedding):
         """Return the only embedding of this kind, and its parameters."""
         (found,) = (pair for pair in self._with_theta(theta_HN) if pair[0].kind == kind)
         return found
+
+
+def columns_of(theta_HN: Tensor, columns: Sequence[int]) -> Tensor:
+    """Return some columns of the parameters `theta_HN`, of which there must be at least one."""
+    # For a list as an index, the host would wait for the GPU.
+    if list(columns) == list(range(columns[0], columns[-1] + 1)):
+        return theta_HN[:, columns[0] : columns[-1] + 1]
+    return torch.stack([theta_HN[:, n] for n in columns], dim=1)
 
 
 def _joined(

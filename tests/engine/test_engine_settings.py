@@ -9,6 +9,7 @@ import deepspeed
 import pytest
 import torch
 from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
+from deepspeed.utils.config import get_timers_config
 from torch import nn
 
 from megatron.config import load_config
@@ -41,6 +42,7 @@ def test_settings_that_no_key_changes(settings):
     assert found["zero_allow_untested_optimizer"] is True
     assert found["steps_per_print"] >= 10**6  # the log of this project has its own lines
     assert found["wall_clock_breakdown"] is False
+    assert not get_timers_config(found).enabled  # it would wait for the GPU in each micro-batch
     assert found["pipeline"] == {"pipe_partitioned": False, "grad_partitioned": False}
     assert "data_types" not in found and "communication_data_type" not in found
 

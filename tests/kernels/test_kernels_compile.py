@@ -53,6 +53,24 @@ def test_a_sample_compiles_and_neither_spills_nor_is_serialised(tmp_path):
         assert set(rows) <= set(committed), "run tools/compile_kernels.py"
 
 
+@pytest.mark.timeout(300)
+def test_no_product_of_blackwell_reads_copies_before_a_fence():
+    """With three stages instead of one, the query pass would."""
+    usual = [f"{name}:64" for name in ("kerple_log:forward", "kerple_log:query", "kerple_log:key")]
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.ptx.fences", *usual, "kerple_log:query:64:64x32x4x3"],
+        cwd=ROOT, env=WITHOUT_INTERPRETER, capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    assert [line.split()[0] for line in done.stdout.splitlines()] == [*["ok"] * 3, "UNFENCED"]
+
+
+def test_every_pass_of_blackwell_has_such_tiles():
+    for size, needs in product((16, 64, 128, 256), (Needs(), Needs(True, True, 9, True, True))):
+        tiles, hopper = look_up(100, 2, size, needs), look_up(90, 2, size, needs)
+        assert tiles.query.stages == tiles.key.stages == 1
+        assert size == 256 or min(hopper.query.stages, hopper.key.stages) > 1
+
+
 def test_the_committed_table_is_clean_and_has_the_usual_variants():
     rows, listed = tool.read_rows(tool.CSV), list(tool.variants())
     assert len(set(listed)) == len(listed) <= 2650

@@ -206,13 +206,10 @@ class Buffer:
     # All checkpoints of a run use the same block.
 
     def __init__(self, size: int, *, pinned: bool = False):
-        if pinned:
-            self._bytes = torch.empty(size, dtype=torch.uint8, pin_memory=True).numpy()
-        else:
-            self._bytes = np.empty(
-                size, np.uint8
-            )  # in pages of 2 MB, which are touched much faster
+        self._bytes = np.empty(size, np.uint8)  # in pages of 2 MB, which are touched much faster
         self._bytes.fill(0)
+        if pinned:  # torch's own pinned memory would have a power of two as its size
+            torch.cuda.cudart().cudaHostRegister(self._bytes.ctypes.data, size, 0)
 
     def stage(self, files: Files) -> Files:
         """Copy the state in `files` into the buffer, and return `files` with the copied state."""

@@ -243,5 +243,6 @@ def load(engine: deepspeed.DeepSpeedEngine, folder: Path) -> None:
     finally:
         settings.load_universal_checkpoint = False
     for state in optimizer.optimizer.state.values():
-        if torch.is_tensor(state.get("step")):  # each ZeRO-3 group would count a shared tensor
-            state["step"] = state["step"].clone()
+        # Fused Adam needs the step on the device. Each ZeRO-3 group would count a shared tensor.
+        if torch.is_tensor(state.get("step")):
+            state["step"] = state["step"].to(engine.device, copy=True)

@@ -72,7 +72,7 @@ def join_job(*, backend: str | None = None, verbose: bool = False) -> Groups:
     deepspeed.utils.logger.setLevel(logging.INFO if verbose else logging.ERROR)
     for handler in deepspeed.utils.logger.handlers:
         handler.setLevel(logging.INFO if verbose else logging.ERROR)
-    device = _device()
+    device = device_of_rank()
     if backend == "nccl" and device.type != "cuda":
         raise StartError(
             "distributed_backend: nccl needs CUDA, and there is none here; write gloo, or leave "
@@ -86,14 +86,9 @@ def join_job(*, backend: str | None = None, verbose: bool = False) -> Groups:
         # A job of one process needs no port, so jobs on a shared machine cannot collide.
         os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0")
         dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1)
-    minutes = int(os.environ.get("DEEPSPEED_TIMEOUT", LONGEST_WAIT))
+    wait = timedelta(minutes=int(os.environ.get("DEEPSPEED_TIMEOUT", LONGEST_WAIT)))
     try:
-        deepspeed.init_distributed(
-            dist_backend=backend,
-            auto_mpi_discovery=False,
-            verbose=verbose,
-            timeout=timedelta(minutes=minutes),
-        )
+        deepspeed.init_distributed(backend, auto_mpi_discovery=False, verbose=verbose, timeout=wait)
     except dist.DistNetworkError as error:
         if "EADDRINUSE" not in str(error):
             raise
@@ -110,11 +105,13 @@ def leave_job() -> None:
         dist.destroy_process_group()
 
 
-def _device() -> torch.device:
+def device_of_rank() -> torch.device:
+    """Return the device of this rank, which becomes the current device."""
     if not torch.cuda.is_available():
         return torch.device("cpu")
-    # srun can show each task only its own GPU, which is then the first.
-    several = torch.cuda.device_count() > 1
-    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")) if several else 0)
+    # srun can show each task only its own GPU, which is then the first, for DeepSpeed too.
+    if torch.cuda.device_count() == 1 and "LOCAL_RANK" in os.environ:
+        os.environ.update(LOCAL_RANK="0", OMPI_COMM_WORLD_LOCAL_RANK="0")  # they must be equal
+    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
     torch.cuda.set_device(device)
     return device

@@ -89,6 +89,7 @@ def engine_config(config: Config, replicas: int) -> dict[str, Any]:
         "zero_allow_untested_optimizer": True,
         "steps_per_print": 10**9,
         "wall_clock_breakdown": False,
+        "timers": {"throughput": {"enabled": False}},  # it waits for the GPU twice a micro-batch
         "bf16": {"enabled": config.training.precision == "bf16"},
         "fp16": keys["fp16"],
         # With partitioning, only the first tensor that is sent between pipeline stages may have a

@@ -22,7 +22,7 @@ from torch.nn import functional as F
 
 from megatron.model.theta import named_theta, trained_theta
 from megatron.parallel.groups import Groups
-from megatron.positional import PositionalEmbedding, bounds
+from megatron.positional import PositionalEmbedding, within_bounds
 
 
 @dataclass
@@ -75,14 +75,11 @@ class TrainedTheta:
         for theta, shared in zip(self.parameters, (False, True), strict=False):
             columns = [p for p in self.pos.trained_parameters if p.shared == shared]
             master_HN = self._master(theta)
-            low_N, high_N = (limit.to(master_HN.device) for limit in bounds(columns))
-            bounded_HN = master_HN.clamp(low_N, high_N)
+            bounded_HN = within_bounds(master_HN, columns)
             if self.pos.numerics.projects_master:
                 self._set_master(theta, bounded_HN)
-            is_partitioned = hasattr(theta, "ds_id")  # ZeRO-3
-            with deepspeed.zero.GatheredParameters(
-                [theta], modifier_rank=0, enabled=is_partitioned
-            ):
+            cut = hasattr(theta, "ds_id")  # ZeRO-3
+            with deepspeed.zero.GatheredParameters([theta], modifier_rank=0, enabled=cut):
                 theta.data.copy_(bounded_HN)
             self._projected.append(bounded_HN)
 

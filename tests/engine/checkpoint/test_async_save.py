@@ -1,6 +1,7 @@
 """Checkpoints that are written beside training: the same bytes, and nothing lost by any fault."""
 
 import hashlib
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -68,6 +69,16 @@ def test_every_file_has_the_bytes_of_a_synchronous_save(trained, folder):
         assert content(sync) == content(beside) and newest(beside).step == 6, name
         assert newest(sync).record.files == newest(beside).record.files
         assert rows(sync) == rows(beside)
+
+
+def test_a_pinned_buffer_has_its_own_size(monkeypatch):
+    """torch's pinned memory would have 1,024 bytes, and twice the planned memory at worst."""
+    registered = []
+    runtime = SimpleNamespace(cudaHostRegister=lambda *given: registered.append(given))
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
+    buffer = async_save.Buffer(600, pinned=True)
+    staged = buffer.stage([({"x": torch.arange(8.0)}, "one")])[0][0]["x"]
+    assert registered == [(staged.data_ptr(), 600, 0)]
 
 
 def test_a_copy_keeps_what_is_shared_and_does_not_change():
