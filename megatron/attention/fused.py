@@ -50,7 +50,7 @@ from megatron.attention.first_order import first_order
 from megatron.attention.formulas.torch_to_sympy import Unreadable
 from megatron.attention.formulas.trace import confirms_code, parts_of, read
 from megatron.positional import PositionalEmbedding
-from megatron.positional.combination import columns_of
+from megatron.positional.combination import columns_at
 from megatron.positional.hidden_layer import pieces
 
 if TYPE_CHECKING:
@@ -157,7 +157,7 @@ def _inputs(call: Call, tabulated: bool, layer: Columns | None) -> tuple[Tensor 
     else:
         rows_HW = call.theta.float().contiguous()
         if layer is not None:
-            lines = pieces(*(columns_of(rows_HW, columns) for columns in layer))
+            lines = pieces(*(columns_at(rows_HW, columns) for columns in layer))
             rows_HW = torch.cat((rows_HW, *lines), dim=1)
     seed = None
     if call.dropout_p:

@@ -134,6 +134,8 @@ def _own_class(run: OpenRun) -> HubModel:
         "model_type": "kerple",
         "architectures": [OWN_CLASS],
         "auto_map": {auto: f"{CODE}.{name}" for auto, name in AUTO_CLASSES.items()},
+        # In other classes, the vector of a padding token, which is also end-of-document, is frozen.
+        "pad_token_id": run.tokenizer.eod,
         **_values(config, model),
     }
     return HubModel(about | _common(run), weights, bundle(terms))
@@ -154,7 +156,6 @@ def _common(run: OpenRun) -> dict[str, Any]:
     return {
         "dtype": str(run.dtype).removeprefix("torch."),
         "eos_token_id": run.tokenizer.eod,
-        "pad_token_id": run.tokenizer.eod,
         "tie_word_embeddings": run.model.shape.tie_weights,
         "vocab_size": run.model.shape.vocab_size,
         OWN_KEYS: own_keys(run.config),

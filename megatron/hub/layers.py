@@ -72,9 +72,7 @@ class KerpleConfig(PretrainedConfig):
         position_offset=0, head_size=None, qk_norm_kind="by_head", output_norms=False,
         gpt_j_tied=False, qkv_bias=False, output_bias=False, use_cache=True, **kwargs,
     ):  # fmt: skip
-        own = dict(locals())
-        for name in ("self", "kwargs", "__class__"):
-            own.pop(name, None)
+        own = {k: v for k, v in dict(locals()).items() if k not in ("self", "kwargs", "__class__")}
         super().__init__(**kwargs)
         for name, value in own.items():
             setattr(self, name, value)
@@ -92,6 +90,8 @@ def norm_of(config: KerpleConfig, dim: int, heads: int = 1) -> Norm:
 
 class Theta(nn.Module):
     """The parameters of the positional embedding [heads, parameters], in at least fp32."""
+
+    _no_split_modules = ["Theta"]  # FSDP then shards it alone: its weights have one dtype
 
     def __init__(self, pos: PositionalEmbedding, heads: int):
         super().__init__()
@@ -123,7 +123,7 @@ class Theta(nn.Module):
     def project(self) -> None:
         """Project the parameters onto their bounds. In evaluation mode, do nothing."""
         if self.training and self.theta.dim() == 2 and not self.theta.is_meta:
-            self.theta.copy_(within_bounds(self._columns(), self.pos.parameters))
+            self.theta.data.copy_(within_bounds(self._columns(), self.pos.parameters))
 
     def _columns(self) -> Tensor:
         columns = []

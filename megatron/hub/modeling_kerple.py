@@ -31,6 +31,7 @@ class KerpleForCausalLM(KerplePreTrainedModel, GenerationMixin):
 
     _tied_weights_keys = {"output.weight": "model.embedding.word_embeddings.weight"}
     accepts_loss_kwargs = True  # `Trainer` then passes `num_items_in_batch`
+    _get_static_cache_init_shape = lambda self: None  # noqa: E731  keys may hold more numbers
 
     def __init__(self, config: KerpleConfig):
         super().__init__(config)
@@ -55,8 +56,7 @@ class KerpleForCausalLM(KerplePreTrainedModel, GenerationMixin):
         if attention_mask is None:
             return None
         length: Any = getattr(past_key_values.layers[0], "max_cache_len")  # noqa: B009
-        missing = length - attention_mask.shape[1]
-        return F.pad(attention_mask, (0, missing), value=1)
+        return F.pad(attention_mask, (0, length - attention_mask.shape[1]), value=1)
 
     def prepare_inputs_for_generation(
         self, *args: Any, inputs_embeds: Tensor | None = None, **kwargs: Any

@@ -41,9 +41,11 @@ class Norm(nn.Module):
             self.bias = nn.Parameter(torch.zeros(heads * dim))
         else:
             self.scale = nn.Parameter(torch.ones(heads * dim))
+        self.names = tuple(self._parameters)
 
     def forward(self, x: Tensor) -> Tensor:
-        weights: Any = self._parameters.values()  # faster than attributes of a module
+        # Faster than attributes, but replicas of DataParallel and views of FSDP are no parameters.
+        weights: Any = self._parameters.values() or [getattr(self, name) for name in self.names]
         return self.normed(x, *weights)
 
     def normed(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:

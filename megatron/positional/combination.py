@@ -136,7 +136,7 @@ class Combination(PositionalEmbedding):
         kernel, columns = self._tempered_kernel if tempered else self._kernel
         if kernel is self:
             return self, theta_HN
-        return kernel, columns_of(theta_HN, columns) if theta_HN is not None and columns else None
+        return kernel, columns_at(theta_HN, columns) if theta_HN is not None and columns else None
 
     def _with_theta(self, theta_HN: Tensor) -> Iterable[tuple[PositionalEmbedding, Tensor]]:
         """Return a pair for each embedding: the embedding, and its parameters."""
@@ -149,7 +149,7 @@ class Combination(PositionalEmbedding):
         return found
 
 
-def columns_of(theta_HN: Tensor, columns: Sequence[int]) -> Tensor:
+def columns_at(theta_HN: Tensor, columns: Sequence[int]) -> Tensor:
     """Return some columns of the parameters `theta_HN`, of which there must be at least one."""
     # For a list as an index, the host would wait for the GPU.
     if list(columns) == list(range(columns[0], columns[-1] + 1)):

@@ -158,3 +158,17 @@ def test_forward_serves_each_of_its_arguments():
     for serves in dict.fromkeys(SERVED.values()):
         with torch.no_grad():
             serves(model_of())
+
+
+@pytest.mark.parametrize(
+    "changes", [{"pos_emb": "forget_gate"}, {"head_size": 6}, {"document_end": 5}], ids=str
+)
+def test_a_static_cache_that_is_filled_in_parts(changes):
+    """transformers would allocate it for keys of hidden_size / heads numbers."""
+    model = model_of(**changes)
+    options = {"max_new_tokens": 6, "do_sample": False, "eos_token_id": None}
+    wanted = model.generate(tokens(2, 9), **options)
+    found = model.generate(
+        tokens(2, 9), **options, cache_implementation="static", prefill_chunk_size=4
+    )
+    assert torch.equal(found, wanted)

@@ -139,6 +139,7 @@ def test_sft(model, tokenizer, tmp_path, options):
     from datasets import Dataset
     from trl import SFTConfig, SFTTrainer
 
+    tokenizer.split_special_tokens = False  # TRL writes the end of a document as text
     settings = SFTConfig(str(tmp_path), max_steps=3, learning_rate=1e-2, **QUIET, **options)
     before = model.model.position_bias.theta.detach().clone()
     trainer = SFTTrainer(
@@ -147,6 +148,8 @@ def test_sft(model, tokenizer, tmp_path, options):
         train_dataset=Dataset.from_dict({"text": TEXTS * 4}),
         processing_class=tokenizer,
     )
+    ends = [row["input_ids"].count(tokenizer.eos_token_id) for row in trainer.train_dataset]
+    assert sum(ends) == 4 * len(TEXTS)
     assert trainer.train().training_loss > 0
     theta, pos = model.model.position_bias.theta, model.model.position_bias.pos
     low, high = bounds(pos.parameters)
@@ -157,6 +160,7 @@ def test_dpo(folder, model, tokenizer, tmp_path):
     from datasets import Dataset
     from trl import DPOConfig, DPOTrainer
 
+    tokenizer.split_special_tokens = False
     pairs = {"prompt": TEXTS, "chosen": ["a = 1"] * 4, "rejected": ["b c d"] * 4}
     reference = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)
     trainer = DPOTrainer(

@@ -131,6 +131,9 @@ def test_a_transformers_class_has_our_logits(tmp_path):
         export(run, folder)
         theirs = AutoModelForCausalLM.from_pretrained(folder)
         assert type(theirs).__name__ == kind
+        # With a padding index, the vector of the end of a document would never be trained.
+        assert theirs.get_input_embeddings().padding_idx is None
+        assert theirs.generation_config.pad_token_id == run.tokenizer.eod
         tokens = torch.randint(257, (2, 24), generator=torch.Generator().manual_seed(2))
         with torch.no_grad():
             wanted = run.model(tokens)
