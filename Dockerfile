@@ -1,6 +1,7 @@
 # One image for training and evaluation on NVIDIA GPUs.
 #
 #   docker build -t kerple .
+#   mkdir -p data runs
 #   docker run --rm --gpus all --ipc=host -v "$PWD/data:/workspace/data" -v "$PWD/runs:/workspace/runs" \
 #       kerple python train.py configs/quickstart.yml
 #
@@ -21,7 +22,7 @@ RUN apt-get update \
 # The base image's own user holds 1000, the usual one.
 ARG UID=1000
 RUN if id ubuntu >/dev/null 2>&1; then userdel --remove ubuntu; fi \
-    && useradd --create-home --uid "${UID}" --shell /bin/bash kerple \
+    && useradd --create-home --non-unique --uid "${UID}" --shell /bin/bash kerple \
     && install -d -o kerple -g kerple /opt/venv /workspace /workspace/data /workspace/runs
 USER ${UID}
 WORKDIR /workspace

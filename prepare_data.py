@@ -60,13 +60,14 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     add("-t --tokenizer", text)
     add("-v --vocab-file", "vocab.json, or tokenizer.json or .model")
     add("-m --merge-file", "merges.txt for GPT2BPETokenizer")
-    add("--input", "files, globs, folders or hub:ID; with a corpus, a copy of it", nargs="+")
+    text = "files, globs, folders or hub:ID; with a corpus, a copy of it"
+    add("--input", text, nargs="+", action="extend")
     text = "also keep the documents, text and meta, as an archive of lm_dataformat"
     add("--archive", text, type=Path, metavar="DIR")
     add("--name", "name of the data set made from --input")
     add("--text-key", "key of the text in records [%(default)s]", default="text")
     text = "keep only records of these meta.pile_set_name"
-    add("--pile-set", text, nargs="+", default=[], metavar="SET")
+    add("--pile-set", text, nargs="+", action="extend", default=[], metavar="SET")
     add("--no-append-eod", "do not end documents with eod", action="store_true")
     text = "processes that encode; the output is the same [one a core: %(default)s]"
     add("--workers", text, type=int, default=len(os.sched_getaffinity(0)))

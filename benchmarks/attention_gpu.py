@@ -275,7 +275,7 @@ def accuracy(
     exact = inputs.in_float64()
     for name in names:
         variant = variants()[name]
-        truth = Variant(name, reference(variant), variant.pos)
+        truth = Variant(name, reference(variant), variant.pos, variant.group)
         try:
             got, true = inputs.both(variant), exact.both(truth)
         except Exception as error:

@@ -6,6 +6,7 @@ An atomic write creates a temporary file, flushes it to disk, and then renames i
 import json
 import os
 import tempfile
+import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -23,7 +24,8 @@ def replacing(path: Path) -> Iterator[Path]:
 
     If the block raises an exception, `path` is left unchanged and the temporary file is removed.
     """
-    temporary = path.with_name(f".{path.name}.{os.getpid()}{UNFINISHED}")
+    # Processes of several machines or containers may have the same id.
+    temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}{UNFINISHED}")
     try:
         with naming(path):
             yield temporary

@@ -122,8 +122,9 @@ def join() -> None:
     mark = found.mark if found else "TORCHELASTIC_RUN_ID"
     _launcher[:] = _parents(mark)
     if found:
-        address, port = _meeting_point(found)
+        address, port = _meeting_point(found, _job_of(found))
         os.environ.update(
+            KERPLE_JOB=_job_of(found),
             RANK=str(found.rank),
             WORLD_SIZE=str(found.size),
             LOCAL_RANK=str(found.local_rank),
@@ -185,21 +186,25 @@ def start_ranks(count: int) -> int:
     return 0
 
 
-def _meeting_point(found: Task) -> tuple[str, str]:
+def _job_of(found: Task) -> str:
+    """Return the launcher's name of the job, the same for all tasks, or "" if it is unknown."""
+    # In a container, each task may have a launcher of its own, and see other processes.
+    names = ("SLURM_JOB_ID", "SLURM_STEP_ID") if found.launcher == "srun" else ("PMIX_NAMESPACE",)
+    return ".".join(os.environ[name] for name in names if name in os.environ)
+
+
+def _meeting_point(found: Task, job: str) -> tuple[str, str]:
     """Return the address and the port at which the tasks meet, the same for all tasks."""
     # These are the values of MASTER_ADDR (rank 0's machine) and MASTER_PORT.
     address, port = (os.environ.get(name) for name in MASTER)
-    by_srun = found.launcher == "srun"
-    nodes = os.environ.get("SLURM_STEP_NODELIST" if by_srun else "SLURM_JOB_NODELIST")
+    nodes = os.environ.get(f"SLURM_{'STEP' if found.launcher == 'srun' else 'JOB'}_NODELIST")
     if found.local_size == str(found.size):
         address = address or "127.0.0.1"
-        job = str([process.pid for process in _launcher[-1:]])
+        job = job or str([process.pid for process in _launcher[-1:]])
     elif nodes:
         address = address or _first_host(nodes)
-        job = os.environ["SLURM_JOB_ID"] + (os.environ.get("SLURM_STEP_ID", "") if by_srun else "")
-    elif address and port:
-        job = ""
-    else:
+        job = job or os.environ["SLURM_JOB_ID"]
+    elif not (address and port):
         if found.rank > 0:
             sys.exit(2)  # rank 0 says why
         raise LaunchError(
@@ -227,11 +232,11 @@ def _parents(mark: str) -> list[Process]:
     # started this process.
     import psutil
 
-    parents = psutil.Process().parents()
-    if parents and any("deepspeed.launcher.launch" in part for part in parents[0].cmdline()):
-        return parents[:2]  # it would live on without the `deepspeed` command that started it
-    between = 0
-    with contextlib.suppress(psutil.Error):  # the launcher may belong to another user
+    parents, between = [], 0
+    with contextlib.suppress(psutil.Error):  # other users' processes may be hidden
+        parents = psutil.Process().parents()
+        if parents and any("deepspeed.launcher.launch" in part for part in parents[0].cmdline()):
+            return parents[:2]  # it would live on without the `deepspeed` command that started it
         while between < len(parents) and mark in parents[between].environ():
             between += 1
     return parents[: between + 1] if mark in os.environ else []

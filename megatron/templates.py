@@ -3,7 +3,7 @@
 jinja2 is imported inside the function, so that training does not wait for it.
 """
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -28,9 +28,5 @@ def render(template: Path, filters: Mapping[str, Callable[..., Any]], **values: 
         keep_trailing_newline=True,
         undefined=jinja2.StrictUndefined,
     )
-    environment.filters |= {"cells": _cells, **filters}
+    environment.filters |= {"cells": lambda row: f"| {' | '.join(map(str, row))} |", **filters}
     return environment.get_template(template.name).render(values)
-
-
-def _cells(row: Iterable[object]) -> str:
-    return f"| {' | '.join(map(str, row))} |"

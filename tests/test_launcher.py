@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import sys
+from unittest import mock
 
+import psutil
 import pytest
 
 from megatron import launcher
@@ -47,7 +49,7 @@ TORCHRUN = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "TORCHELASTIC_RUN
 @pytest.fixture
 def environ():
     """Set the given variables only; return those that torch reads, after `join`."""
-    prefixes = ("SLURM_", "OMPI_", "PMI_", "MPI_", "MV2_", "TORCHELASTIC_")
+    prefixes = ("SLURM_", "OMPI_", "PMI_", "PMIX_", "MPI_", "MV2_", "TORCHELASTIC_", "KERPLE_")
     before = dict(os.environ)
 
     def use(variables):
@@ -96,6 +98,28 @@ def test_the_port_follows_from_the_job(environ):
         launcher.join()
         ports.append(os.environ["MASTER_PORT"])
     assert ports[0] == ports[1] and len(set(ports)) == 3
+
+
+def test_tasks_in_containers_have_one_port(environ, monkeypatch):
+    """There each task may see another launcher, or none: the scheduler's names decide."""
+    for variables, name in (
+        (ONE_NODE, "77.0"),
+        (OPEN_MPI | {"PMIX_NAMESPACE": "prterun-a-1@1"}, "prterun-a-1@1"),
+    ):
+        ports = set()
+        for pid in (11, 12):
+            own = mock.Mock(pid=pid)
+            own.environ.return_value, own.cmdline.return_value = {}, []
+            environ(variables)
+            monkeypatch.setattr(psutil, "Process", lambda own=own: mock.Mock(parents=lambda: [own]))
+            launcher.join()
+            ports.add(os.environ["MASTER_PORT"])
+            assert os.environ["KERPLE_JOB"] == name
+        assert len(ports) == 1
+        environ(variables)
+        monkeypatch.setattr(psutil, "Process", mock.Mock(side_effect=psutil.AccessDenied(1)))
+        launcher.join()
+        assert os.environ["MASTER_PORT"] in ports and not launcher.launcher_has_ended()
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 import sys
 from types import ModuleType
+from unittest import mock
 
 import pytest
 import torch
@@ -100,6 +101,13 @@ def test_the_norms_of_apex_compute_what_replaces_them(apex, monkeypatch):
             shape = BlockShape(hidden_size=8, num_heads=2, norm=norm, norm_eps=0.1, fused_norm=True)
             assert apex_norm(shape)[1].startswith(f"{where}'s {norm}")
             outputs[where, norm] = BlockNorm(shape).double()(x)
+            if where == "apex":  # a plan runs without data, which apex's kernels refuse
+                kernel = mock.Mock(side_effect=RuntimeError("input must be a CUDA tensor"))
+                block = BlockNorm(shape)
+                block.kernel = kernel
+                assert block.to("meta")(x.float().to("meta")).shape == x.shape
+                with pytest.raises(RuntimeError):
+                    BlockNorm.forward(block, x)
     for norm in ("layernorm", "rmsnorm"):
         assert torch.equal(outputs["apex", norm], outputs["torch", norm])
     plain = BlockShape(hidden_size=8, num_heads=2, norm_eps=0.1)

@@ -68,8 +68,7 @@ def main(argv: list[str] | None = None) -> int:
         return _list(cells, grid)
     states = {cell.name: state_of(cell) for cell in cells}
     stale = [cell for cell in cells if states[cell.name][0] == "stale"]
-    again = args.stale == "rerun" and not args.slurm
-    done = ("finished",) if again else ("finished", "stale")
+    done = ("finished",) if args.stale == "rerun" and not args.slurm else ("finished", "stale")
     left = [cell for cell in cells if states[cell.name][0] not in done]
     for cell in stale:
         print(f"{cell.name}: STALE: {states[cell.name][1]}")
@@ -112,8 +111,7 @@ def _run(args: argparse.Namespace, grid: Grid, left: list[Cell], *, stale: bool)
     for number in SIGNALS:
         signal.signal(number, runner.receive)
     runner.run(left)
-    index = write_index(grid.cells, grid.runs)
-    counts = index["state"].value_counts()
+    counts = write_index(grid.cells, grid.runs)["state"].value_counts()
     print(f"{grid.runs}: " + ", ".join(f"{count} {state}" for state, count in counts.items()))
     if runner.failed:
         print("failed: " + ", ".join(cell.name for cell in runner.failed))

@@ -39,7 +39,10 @@ def rows(name: str, found: dict) -> list[Row]:
     if not found or "begun" in found or "why" in found:
         return [(name, "-", found.get("why", "not measured"), None)]
     (kind,) = (kind for start, kind in KINDS.items() if name.startswith(start))
-    return kind(name, found)
+    try:
+        return kind(name, found)
+    except (ArithmeticError, LookupError) as error:  # the other rows are still shown
+        return [(name, "-", f"cannot be shown: {error!r}", None)]
 
 
 def correctness(name: str, found: dict) -> list[Row]:

@@ -19,6 +19,7 @@ from dataclasses import astuple
 from functools import partial
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 import torch
 import triton
@@ -28,7 +29,8 @@ from benchmarks.attention_clock import Clock, tidy
 from benchmarks.attention_report import FLASH, FLOORS, FUSED, GOALS
 from benchmarks.train_step import GOALS as STEP_GOALS
 from benchmarks.trial.goals import REHEARSAL
-from megatron.attention import cache_launches
+from megatron.attention import AttentionError, cache_launches, choose
+from megatron.positional import load
 from tests.helpers.terms import Case
 from tests.kernels.cases import TOLERANCE
 
@@ -79,6 +81,11 @@ class Trial:
     def __init__(self, rehearsal: bool, folder: Path):
         self.rehearsal, self.folder = rehearsal, folder
         self.device = torch.device("cpu" if rehearsal else "cuda")
+        if not rehearsal:  # the same text as an error of training, such as a Triton that is too old
+            try:
+                choose("fused", load("kerple_log"), device_type="cuda", dtype=torch.bfloat16)
+            except AttentionError as error:
+                sys.exit(f"error: nothing can be measured: {error}")
         name = REHEARSAL if rehearsal else torch.cuda.get_device_name()
         self.machine = f"{name}, torch {torch.__version__}, triton {triton.__version__}"
         given = ["--device", "interpreter", *TINY.split()] if rehearsal else ["--device", "cuda"]
@@ -150,7 +157,8 @@ class Trial:
         attention_gpu.forget(self.device)
         length_here = 16 if self.rehearsal else length
         group = attention_gpu.Group(self.args.head_sizes[0], length_here, (FUSED, rival))
-        found: dict[str, list[dict]] = {"timings": [], "skipped": []}
+        found: dict[str, Any] = {"timings": [], "skipped": []}
+        found["setting"] = {"dtype": self.args.dtype, "heads": self.args.heads}
         attention_gpu.measure(group, 0, self.args, self.dtype, self.clock, math.inf, found)
         for row in (*found["timings"], *found["skipped"]):
             row["T"] = length
@@ -159,7 +167,7 @@ class Trial:
     def step(self, *variants: str) -> dict:
         """Return tokens per second and the share of the matmul rate of each variant."""
         sizes = f"--device cpu {TINY_STEP}" if self.rehearsal else f"--device cuda {STEP}"
-        out = self.folder / f"step, {' over '.join(variants)}"
+        out = self.folder / f"step {' over '.join(variants)}".replace(", ", "_").replace(" ", "_")
         self._run("benchmarks/train_step.py", *sizes.split(), "--only", *variants, out=out)
         rows = json.loads((out / "train_step.json").read_text())["rows"]
         keys = ("tokens_per_second", "share_of_matmul", "peak_mb")

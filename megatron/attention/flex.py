@@ -233,10 +233,10 @@ def function_for(device_type: str) -> Callable[..., Any]:
     if device_type == "cuda":
         # The function is compiled for every length, with and without gradients, which is more often
         # than torch allows by default. `fullgraph` raises an error if compilation fails. Otherwise
-        # torch would silently materialise the full score matrix.
-        limit = max(torch._dynamo.config.recompile_limit, 64)
-        torch._dynamo.config.recompile_limit = limit
-        return torch.compile(flex_attention, dynamic=False, fullgraph=True)
+        # torch would silently materialise the full score matrix, as with the stance `force_eager`.
+        torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 256)
+        compiled = torch.compile(flex_attention, dynamic=False, fullgraph=True)
+        return torch.compiler.set_stance("default")(compiled)
 
     def uncompiled(*inputs: Any, **options: Any) -> Any:
         with warnings.catch_warnings():

@@ -122,8 +122,9 @@ def _continue(
     if streams:
         write(texts[0])
     to = write if streams else _nothing
-    rows = [Continuation(tokenizer, ids, options.stops, to) for ids in prompts]
-    speed, streams_of = Speed(), [_stream(before + n, k) for n, k in copies]
+    rows, speed = [Continuation(tokenizer, ids, options.stops, to) for ids in prompts], Speed()
+    # Each sample of a prompt has its own stream of random numbers.
+    streams_of = [f"prompt {before + n}" + (f" sample {k}" if k else "") for n, k in copies]
     for begin in range(0, len(rows), options.batch_size):
         batch = range(begin, min(begin + options.batch_size, len(rows)))
         continue_texts(
@@ -144,11 +145,6 @@ def _continue(
 
 def _nothing(text: str) -> None:
     pass
-
-
-def _stream(prompt: int, sample: int) -> str:
-    """Return the name of the random number stream for continuation `sample` of prompt `prompt`."""
-    return f"prompt {prompt}" + (f" sample {sample}" if sample else "")
 
 
 def _origin(saved: Saved, groups: Groups) -> str:

@@ -57,7 +57,7 @@ class BlockNorm(Norm):
         weights: Any = self._parameters.values()
         if self.tp.size > 1:
             weights = [copy_to(weight, self.tp) for weight in weights]
-        if self.kernel is not None:
+        if self.kernel is not None and not x.is_meta:  # a plan has no data
             return self.kernel(x, *weights, (self.dim,), self.eps)
         return self.normed(x, *weights)
 

@@ -109,8 +109,9 @@ def _joined(parts: Sequence[Tensor], first: list[int], second: list[int]) -> Ten
         first: The index in theta of each column of `parts[0]`.
         second: The index in theta of each column of `parts[1]`.
     """
-    order = [*first, *second]
-    return torch.cat(tuple(parts), dim=1)[:, sorted(range(len(order)), key=order.__getitem__)]
+    # An index of several numbers would make the host wait for the GPU.
+    place = dict(zip([*first, *second], (c for part in parts for c in part.unbind(1)), strict=True))
+    return torch.stack([place[n] for n in sorted(place)], dim=1)
 
 
 def named_theta(pos: PositionalEmbedding, theta_HN: Tensor) -> dict[str, Tensor]:

@@ -106,7 +106,8 @@ def measured_step(config: Config, vocab_size: int, stage: int, device_type: str 
     micro_batches = min(b.gradient_accumulation_steps, stages + 1) if stages > 1 else 1
     schedule = ds.TrainSchedule(micro_batches, stages, stage)
     with LiveBytes("meta") as live, torch.device("meta"):
-        loss_of, layers, first = mean_loss, [Layer("", GPT, {"plan": plan}, _losses)], []
+        whole = Layer("", GPT, {"plan": plan}, lambda gpt, tokens: gpt(tokens, tokens))
+        loss_of, layers, first = mean_loss, [whole], []
         if stages > 1:
             loss_of, layers = pipeline_loss(plan), pipeline_layers(plan)
             ends = partition_balanced([int(each.build is PipeBlock) for each in layers], stages)
@@ -131,10 +132,6 @@ def measured_step(config: Config, vocab_size: int, stage: int, device_type: str 
     exchanges = (stage > 0) + (stage < stages - 1)
     step.sent["pipeline"] = exchanges * sum(map(_bytes, _floats(received)))
     return step
-
-
-def _losses(gpt: GPT, tokens: Tensor) -> Tensor:
-    return gpt(tokens, tokens)
 
 
 class Layers(nn.Module):

@@ -40,8 +40,7 @@ class Sandwich(PositionalEmbedding):
 
     def bias(self, theta_HN: Tensor, d: Tensor) -> Tensor:
         d, scale = self.columns(theta_HN, d)
-        size = self.dimensions
-        halves = [0.5 * 10000.0 ** (-2.0 * i / size) for i in range(size // 2)]
         # float64: fp32 would lose the angle at long distances. cos x - 1 = -2 sin(x / 2)^2.
-        angle = d.double()[..., None] * torch.tensor(halves, dtype=torch.float64, device=d.device)
+        twice_i = torch.arange(0, self.dimensions, 2, dtype=torch.float64, device=d.device)
+        angle = d.double()[..., None] * (0.5 * 10000.0 ** (twice_i / -self.dimensions))
         return scale * (-2.0 * angle.sin().square()).sum(-1).to(scale.dtype)

@@ -1,4 +1,4 @@
-"""Test gradients of FlexAttention on a CPU, as far as possible.
+"""Test gradients of FlexAttention on a CPU, as far as possible, and when it is compiled.
 
 torch refuses FlexAttention's backward pass on CPUs. These tests use two other parts of torch: a
 dense backward pass for any device, and the check with which the generator of GPU code begins (it
@@ -7,6 +7,8 @@ process of a parallel run reads this file.
 """
 
 from __future__ import annotations
+
+import functools
 
 import pytest
 import torch
@@ -85,3 +87,43 @@ def test_what_is_looked_up_is_not_copied_three_stages_ahead(size, stages):
     assert flex.kernel_options(load("rpe"), size) == options
     assert flex.kernel_options(load("kerple_log"), size) is None
     assert flex.kernel_options(load("none"), size) is None
+
+
+def inputs(queries, keys):
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randn(1, 2, n, 16, generator=generator) for n in (queries, keys, keys)]
+
+
+@pytest.fixture
+def graphs(monkeypatch):
+    """Return a list with an entry for each graph that is compiled."""
+    found = []
+
+    def counting(graph, _):
+        found.append(graph)
+        return graph.forward
+
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend=counting))
+    yield found
+    torch.compiler.reset()
+
+
+def test_an_evaluation_without_compiled_models_still_compiles_attention(graphs):
+    """Uncompiled, FlexAttention would need memory for all scores."""
+    attention = flex.function_for.__wrapped__("cuda")
+    with torch.no_grad(), torch.compiler.set_stance("force_eager"):
+        out = attention(*inputs(128, 128))
+    assert out.shape == (1, 2, 128, 16) and len(graphs) == 1
+
+
+def test_one_new_token_needs_no_graph_of_its_length(monkeypatch):
+    """A generation would compile once for each token, up to the limit of torch."""
+    monkeypatch.setattr(flex, "function_for", None)
+    pos = load("kerple_log")
+    theta = pos.initial_theta(2)
+    for keys in (5, 6):
+        call = (*inputs(1, keys), pos, theta)
+        found, wanted = (attend(*call, query_offset=keys - 1, backend=x) for x in ("flex", "eager"))
+        assert torch.equal(found, wanted)
+    with pytest.raises(TypeError):
+        attend(*inputs(2, 2), pos, theta, backend="flex")

@@ -1,6 +1,6 @@
 """Test long sequences and large tensors on a GPU: linear memory, 64-bit offsets.
 
-The largest test takes about 36 GB.
+The largest test takes about 40 GB.
 """
 
 from __future__ import annotations

@@ -69,7 +69,7 @@ def test_on_a_gpu_muon_is_the_same_on_slices():
         ]
         alone = SimpleNamespace(replica_rank=0, replica_size=1)
         optimizer = MuonWithAdamW(
-            groups, lr=0.1, betas=(0.9, 0.9), eps=1e-8, momentum=0.9, ranks=alone
+            groups, lr=0.1, betas=(0.9, 0.9), eps=1e-8, momentum=0.9, split_fused=True, ranks=alone
         )
         if flat:
             matrix = torch.nn.Parameter(matrix.detach().flatten())

@@ -1,4 +1,4 @@
-"""Build tokenizers with the parts of LLaMA's, Mistral's, GPT-2's and T5's, from a small text.
+"""Build tokenizers with the parts of LLaMA's, Mistral's, Gemma's, GPT-2's and T5's from a text.
 
 Each is trained by the library that reads it (`tokenizers` or `sentencepiece`). The parts are those
 of the published tokenizer.json files; only the vocabularies are small.
@@ -77,6 +77,22 @@ def mistral() -> tuple[Tokenizer, str]:
     return made, "</s>"
 
 
+def gemma() -> tuple[Tokenizer, str]:
+    """Runs of spaces are tokens that its file lists as added, as all that its authors defined."""
+    model = json.loads(_of_bytes_and_spaces().to_str())
+    runs = ["\u2581" * n for n in (2, 4)]
+    for run in runs:
+        model["model"]["vocab"].setdefault(run, len(model["model"]["vocab"]))
+        half = [run[: len(run) // 2]] * 2
+        model["model"]["merges"] = [half] + [x for x in model["model"]["merges"] if x != half]
+    made = Tokenizer.from_str(json.dumps(model))
+    made.add_tokens([AddedToken(run, normalized=False, special=False) for run in runs])
+    made.normalizer = normalizers.Replace(" ", "\u2581")
+    replaced = decoders.Replace("\u2581", " ")
+    made.decoder = decoders.Sequence([replaced, decoders.ByteFallback(), decoders.Fuse()])
+    return made, "</s>"
+
+
 def _byte_level(names: list[str]) -> Tokenizer:
     made = Tokenizer(models.BPE())
     made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -122,7 +138,7 @@ def t5() -> tuple[Tokenizer, str]:
 
 
 PIPELINES: dict[str, Callable[[], tuple[Tokenizer, str]]] = {
-    made.__name__: made for made in (llama2, mistral, llama3, gpt2, t5)
+    made.__name__: made for made in (llama2, mistral, gemma, llama3, gpt2, t5)
 }
 
 

@@ -58,10 +58,10 @@ def no_compiler(monkeypatch, folder):
 
 
 def no_name(monkeypatch, folder):
-    def unknown(name):
+    def unknown(*_):
         raise socket.gaierror("Name or service not known")
 
-    monkeypatch.setattr("socket.gethostbyname", unknown)
+    monkeypatch.setattr("socket.getaddrinfo", unknown)
 
 
 def broken_deepspeed(monkeypatch, folder):

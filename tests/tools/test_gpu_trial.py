@@ -8,12 +8,14 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from benchmarks import train_step
 from benchmarks.host import launch_time
 from benchmarks.trial import measurements
 from benchmarks.trial.goals import page, rows
 from benchmarks.trial.measurements import Trial
+from megatron.attention import fused
 from megatron.kernels import launch
 from tests.helpers.paths import ROOT
 from tools import gpu_trial
@@ -198,6 +200,26 @@ def test_attention_and_tiles_in_the_interpreter(trial):
     ]
 
 
+def test_memory_is_compared_where_a_gpu_measures_it(trial):
+    """On a CPU, the peak is unknown."""
+    name = "attention, length 512, sdpa flash"
+    found = trial.parts()[1][name]()
+    for row in found["timings"]:
+        row |= {"peak_mb": 100.0, "forward_backward_ms": 1.0, "forward_ms": 0.5}
+    shown = {what.removeprefix(f"{name}: "): value for what, _, value, _ in rows(name, found)}
+    assert shown["peak MB beyond flash"] == "0"
+
+
+def test_a_gpu_without_the_fused_kernels_measures_nothing(tmp_path, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+    monkeypatch.setattr(fused, "INTERPRETED", False, raising=False)
+    monkeypatch.setattr("megatron.kernels.device.INTERPRETED", False)
+    monkeypatch.setattr("triton.__version__", "3.6.0")
+    with pytest.raises(SystemExit, match="nothing can be measured: .* needs Triton 3.7.1 or newer"):
+        Trial(False, tmp_path)
+
+
 def test_decoding_in_the_interpreter(trial):
     launch.LAUNCHES.clear()
     _, _, _, launches, _ = trial.parts()
@@ -252,6 +274,8 @@ def test_rows_that_miss_their_goals():
     skipped = {"timings": [], "skipped": [{"why": "out of memory"}] * 2}
     name = "attention, length 512, sdpa flash"
     assert rows(name, skipped) == [(name, "-", "out of memory", None)]
+    ((*_, text, met),) = rows(name, {"timings": [], "skipped": [{}]})
+    assert text == "cannot be shown: KeyError('why')" and met is None  # and the page is written
     tile = {"tile": [64, 32, 4, 2], "share": 0.5, "complete": True, "tried": []}
     assert rows("tile of x", tile)[0][2:] == ("0.500 with 64x32x4x2", False)
     refused = {"share": None, "tried": [{"why": "wrong: off"}]}

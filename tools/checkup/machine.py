@@ -93,12 +93,12 @@ def names(case: Case) -> Iterator[Finding]:
         text = f"{name} is {address or 'not resolved'}"
         remedy = f"write the address of {name} into /etc/hosts, or set MASTER_ADDR to an address"
         level = PROBLEM if name == master or case.several else WARNING
-        here = case.several and str(address).startswith("127.")
+        here = case.several and str(address).startswith(("127.", "::1"))
         yield judged(not address or here, text, remedy, level)
 
 
 def _address(name: str) -> str | None:
     try:
-        return socket.gethostbyname(name)
+        return str(socket.getaddrinfo(name, None)[0][4][0])
     except OSError:
         return None

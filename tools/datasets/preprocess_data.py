@@ -32,7 +32,7 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     """Parse and check the command line, and return the arguments."""
     parser = entry.parser(__doc__)
     add = parser.add_argument
-    add("--input", required=True, help="files, globs or folders, separated by commas")
+    add("--input", required=True, action="append", help="files, globs or folders, joined by commas")
     add("--jsonl-keys", nargs="+", default=["text"], help="keys to write, each to its own shards")
     add("--num-docs", type=int, help="accepted; progress is measured in bytes")
     add("--tokenizer-type", required=True, choices=TYPES)
@@ -59,7 +59,7 @@ def main(argv: list[str] | None = None) -> int:
 def prepare(arguments: argparse.Namespace) -> int:
     """Tokenise the input files, write the shards of every key, and return exit code 0."""
     keys = tuple(arguments.jsonl_keys)
-    sources = find_sources(arguments.input.split(","))
+    sources = find_sources(",".join(arguments.input).split(","))
     tokenizer = build_tokenizer(
         arguments.tokenizer_type, arguments.vocab_file, arguments.merge_file, arguments.backend
     )

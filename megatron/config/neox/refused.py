@@ -47,10 +47,6 @@ def _equals(*values: Any) -> _Test:
     return lambda value, _: any(type(value) is type(v) and value == v for v in values)
 
 
-def _named(*names: str) -> _Test:
-    return lambda value, _: isinstance(value, str) and value.lower() in names
-
-
 def _never(_value: Any, _flat: Flat) -> bool:
     return False
 
@@ -62,10 +58,6 @@ def _same_as(key: str) -> _Test:
 def _disabled(value: Any, flat: Flat) -> bool:
     """Return whether a mapping of DeepSpeed's settings is empty or contains `enabled: false`."""
     return value == {} or (isinstance(value, Mapping) and value.get("enabled") is False)
-
-
-def _only_reports(value: Any, flat: Flat) -> bool:
-    return isinstance(value, Mapping) and all(NO_EFFECT.get(key) == REPORTS for key in value)
 
 
 REFUSED: dict[str, Refusal] = {}
@@ -101,7 +93,7 @@ _refuse(
 _refuse("train_impl", "only next-token prediction is built", "train_impl: normal")
 _refuse("dataset_impl", "only the gpt2 dataset is built", "dataset_impl: gpt2")
 _refuse("pack_impl", "documents are always packed", "pack_impl: packed")
-_refuse("data_impl", "only the mmap format is read", "data_impl: mmap", _named("mmap", "infer"))
+_refuse("data_impl", "only the mmap format is read", "data_impl: mmap", _equals("mmap", "infer"))
 _refuse("apply_query_key_layer_scaling", "not built yet")
 _refuse("optimizer.params.amsgrad prescale_gradients sparse_gradients", "not built")
 _refuse("soft_prompt_tuning", "soft prompts are not built", _LEAVE, _disabled)
@@ -155,7 +147,7 @@ _refuse(
     "deepspeed_extra_args",
     "no setting is passed to DeepSpeed unchecked",
     "the GPT-NeoX key of each setting",
-    _only_reports,
+    lambda value, _: isinstance(value, Mapping) and {NO_EFFECT.get(x) for x in value} <= {REPORTS},
 )
 _refuse("checkpoint_scale", "checkpoints are saved at a fixed interval", "linear")
 _refuse("s3_path", "checkpoints are not copied to S3", "save: DIRECTORY", _never)

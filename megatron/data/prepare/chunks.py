@@ -101,14 +101,17 @@ class Place:
         """Return the document that the rest of `stream` contains.
 
         Raises:
-            Fault: The document is larger than `limits.document_bytes`.
+            Fault: The document is larger than `limits.document_bytes`, or is a tar archive.
         """
         pieces, size = [], 0
         while piece := stream.read(_PIECE):
             size += len(piece)
             self.check_size(size)
             pieces.append(piece)
-        return b"".join(pieces)
+        content = b"".join(pieces)
+        if content[257:262] == b"ustar":
+            raise Fault(self.name, "is a tar archive; let its name end in .tar, .tar.xz, ...")
+        return content
 
 
 @dataclass

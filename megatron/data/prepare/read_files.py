@@ -82,7 +82,7 @@ def _read_tar(stream: io.BufferedReader, place: Place) -> Iterator[Chunk]:
             for entry in archive:
                 # Drop the headers that `tarfile` collects, so that memory is bounded.
                 archive.members = []  # pyright: ignore[reportAttributeAccessIssue]  not in the stub
-                if entry.isfile():
+                if entry.isfile() and "/._" not in f"/{entry.name}":  # what macOS adds
                     place.name = f"{path}!{entry.name}"
                     if entry.size < 0:
                         raise EOFError(f"the member's size is {entry.size}")
@@ -110,7 +110,7 @@ def _member_chunks(members: Iterator[Member], path: str, place: Place) -> Iterat
 def _documents(members: Iterable[Member], place: Place) -> Iterator[tuple[str, bytes]]:
     for name, open_member in members:
         with open_member() as file:
-            yield name, place.read(decompressed("", file, place.expand))
+            yield name, place.read(decompressed(name, file, place.expand))
 
 
 def _read_dat(stream: io.BufferedReader, place: Place) -> Iterator[Chunk]:
@@ -167,7 +167,7 @@ def _read_zip(source: Source, keys: tuple[str, ...], facts: dict, place: Place) 
 
         def members() -> Iterator[Member]:
             for entry in archive.infolist():
-                if not entry.is_dir():
+                if not entry.is_dir() and "/._" not in f"/{entry.filename}":
                     place.name = f"{source.path}!{entry.filename}"
                     yield place.name, partial(archive.open, entry)
 

@@ -65,8 +65,8 @@ def _holds_text(kind: Any) -> bool:
 
     if types.is_dictionary(kind) or types.is_list(kind) or types.is_large_list(kind):
         kind = kind.value_type
-    texts = (types.is_string, types.is_large_string, types.is_binary, types.is_large_binary)
-    return any(is_type(kind) for is_type in texts)
+    names = "string large_string string_view binary large_binary binary_view"
+    return any(getattr(types, f"is_{name}")(kind) for name in names.split())
 
 
 def read_hub(source: Source, keys: tuple[str, ...], facts: dict, place: Place) -> Iterator[Chunk]:
@@ -76,7 +76,7 @@ def read_hub(source: Source, keys: tuple[str, ...], facts: dict, place: Place) -
 
     Args:
         source: The source to read. For a data set of the Hugging Face hub, the path is
-            `hub:ID[:SPLIT]`. Otherwise it is the path of a folder that `datasets` wrote.
+            `hub:ID[:SPLIT[:CONFIG]]`. Otherwise it is the path of a folder that `datasets` wrote.
         facts: A dict to which the number of rows is added at the end.
         place: The position in the data set, with the limits that the data set must not exceed.
 
@@ -88,8 +88,8 @@ def read_hub(source: Source, keys: tuple[str, ...], facts: dict, place: Place) -
         import datasets
     with foreign_bytes(place, "cannot be opened"):
         if source.path.startswith(HUB):
-            name, _, split = source.path[len(HUB) :].partition(":")
-            rows = datasets.load_dataset(name, split=split or "train", streaming=True)
+            name, split, conf = (*source.path[len(HUB) :].split(":"), "", "")[:3]
+            rows = datasets.load_dataset(name, conf or None, split=split or "train", streaming=True)
         else:
             rows = datasets.load_from_disk(source.path)
             facts["fingerprint"] = getattr(rows, "_fingerprint", None)

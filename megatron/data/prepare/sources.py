@@ -8,7 +8,7 @@
 | text | .txt .text .md .rst .tex .py .html .xml | the complete file |
 | zip | .zip | as for tar |
 | parquet | .parquet | each row |
-| hub | `hub:ID[:SPLIT]`, or a folder that the `datasets` library wrote | each row |
+| hub | `hub:ID[:SPLIT[:CONFIG]]`, or a folder that the `datasets` library wrote | each row |
 
 One of the suffixes .gz, .zst, .xz and .bz2 may follow the suffix in the table, except after .zip
 and .parquet. If an input is a folder, all files in the folder except hidden files and `__pycache__`
@@ -48,7 +48,7 @@ class Source:
     """One input of a preparation run.
 
     Attributes:
-        path: A file, a folder, or `hub:ID[:SPLIT]`.
+        path: A file, a folder, or `hub:ID[:SPLIT[:CONFIG]]`.
         kind: One of "jsonl", "tar", "dat", "text", "zip", "parquet" and "hub".
         size: The number of bytes, or 0 if it is unknown.
         paths: The files of the source in order, if its kind is text. Otherwise an empty list.
@@ -86,7 +86,7 @@ def find_sources(inputs: Iterable[str | os.PathLike]) -> list[Source]:
     """Return the sources that `inputs` name, in the order of `inputs`.
 
     Args:
-        inputs: Paths of files or folders, glob patterns, and `hub:ID[:SPLIT]`.
+        inputs: Paths of files or folders, glob patterns, and `hub:ID[:SPLIT[:CONFIG]]`.
 
     Raises:
         CorpusError: An input is missing, is empty, has an unknown kind, or is named twice. The
@@ -113,7 +113,7 @@ def find_sources(inputs: Iterable[str | os.PathLike]) -> list[Source]:
                     f"{path}: unknown kind {suffix!r}; give .jsonl, .txt or .parquet files, .tar, "
                     ".zip or .dat.zst archives, or a folder of text files"
                 )
-    files = (os.path.abspath(p) for source in sources for p in source.paths or [source.path])
+    files = (os.path.realpath(p) for source in sources for p in source.paths or [source.path])
     for path in [each for each, times in Counter(files).items() if times > 1]:
         faults.append(f"{path}: is named twice, which doubles its documents; name it once")
     if faults:
@@ -149,8 +149,7 @@ def _add_folder(folder: str, sources: list[Source], faults: list[str]) -> None:
             target = os.path.realpath(path)
             if os.path.islink(path) and os.path.commonpath([root, target]) != root:
                 faults.append(
-                    f"{path}: is a link out of the folder, to {target}; remove it, or name the "
-                    "file it leads to as an --input of its own"
+                    f"{path}: is a link out of the folder, to {target}; remove it or give it alone"
                 )
     found = [path for path in sorted(found) if os.path.exists(path)]
     faults += [f"{error.filename}: {error.strerror}" for error in unreadable]

@@ -94,8 +94,6 @@ def _load(folder: Path) -> SampleIndex | None:
 def _store(index: SampleIndex, folder: Path) -> SampleIndex:
     """Store `index` in `folder`, and return it memory-mapped."""
     # If storing fails, `index` itself is returned.
-    # `files.replacing` is not used, because its temporary names contain only the process id. Two
-    # machines that share the folder may have processes with the same id.
     unfinished = folder.with_name(f".{folder.name}.{uuid.uuid4().hex[:8]}")
     try:
         unfinished.mkdir(parents=True)

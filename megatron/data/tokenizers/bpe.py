@@ -79,14 +79,14 @@ class HFTokenizer(Tokenizer):
 
     def count_bytes(self, table: np.ndarray) -> None:
         # In byte-level vocabularies, each character of a token stands for a byte, but added tokens
-        # are ordinary text. Others are decoded after another token, because a decoder may leave out
-        # the first space of a text.
+        # are ordinary text. Tokens of other vocabularies, such as Gemma's added "▁▁", are decoded
+        # after another token, because a decoder may leave out the first space of a text.
         before = self.reference.encode("a", add_special_tokens=False).ids
         alone = self.reference.decode(before, skip_special_tokens=False)
         added = self.reference.get_added_tokens_decoder()
         byte_level = "ByteLevel" in repr(self.reference.decoder)
         for token, i in self.reference.get_vocab(with_added_tokens=True).items():
-            if i in added:
+            if i in added and (byte_level or added[i].special):
                 table[i] = 0 if added[i].special else len(token.encode())
             elif byte_level:
                 table[i] = len(token)

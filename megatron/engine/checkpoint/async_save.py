@@ -17,9 +17,11 @@ import socket
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import replace
 from datetime import timedelta
-from typing import Any
+from pathlib import Path
+from typing import Any, cast
 
 import deepspeed
 import numpy as np
@@ -209,7 +211,7 @@ class Buffer:
         self._bytes = np.empty(size, np.uint8)  # in pages of 2 MB, which are touched much faster
         self._bytes.fill(0)
         if pinned:  # torch's own pinned memory would have a power of two as its size
-            torch.cuda.cudart().cudaHostRegister(self._bytes.ctypes.data, size, 0)
+            cast(Any, torch.cuda.cudart()).cudaHostRegister(self._bytes.ctypes.data, size, 0)
 
     def stage(self, files: Files) -> Files:
         """Copy the state in `files` into the buffer, and return `files` with the copied state."""
@@ -245,9 +247,18 @@ def _storages(files: Files) -> dict[int, torch.UntypedStorage]:
     return {_key(each): each for each in (t.untyped_storage() for t in _tensors(files))}
 
 
-def free_memory() -> int:
-    """Return the number of bytes that this machine's processes can still allocate."""
-    return psutil.virtual_memory().available
+def free_memory(group: Path = Path("/sys/fs/cgroup")) -> int:
+    """Return the number of bytes that this machine's or container's processes can still allocate.
+
+    Args:
+        group: The folder of the control group, whose memory may be limited.
+    """
+    free = psutil.virtual_memory().available
+    with suppress(OSError, ValueError, KeyError):  # there is no limit
+        most, used = (int((group / f"memory.{name}").read_text()) for name in ("max", "current"))
+        stat = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
+        free = min(free, most - used + int(stat["file"]) - int(stat["shmem"]))
+    return free
 
 
 def _tensors(files: Files) -> list[Tensor]:

@@ -69,9 +69,8 @@ def join_job(*, backend: str | None = None, verbose: bool = False) -> Groups:
     Raises:
         StartError: `backend` is "nccl" but the machine has no CUDA, or the job's port is in use.
     """
-    deepspeed.utils.logger.setLevel(logging.INFO if verbose else logging.ERROR)
-    for handler in deepspeed.utils.logger.handlers:
-        handler.setLevel(logging.INFO if verbose else logging.ERROR)
+    for each in (deepspeed.utils.logger, *deepspeed.utils.logger.handlers):
+        each.setLevel(logging.INFO if verbose else logging.ERROR)
     device = device_of_rank()
     if backend == "nccl" and device.type != "cuda":
         raise StartError(
@@ -86,6 +85,7 @@ def join_job(*, backend: str | None = None, verbose: bool = False) -> Groups:
         # A job of one process needs no port, so jobs on a shared machine cannot collide.
         os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0")
         dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1)
+    os.environ.setdefault("LOCAL_RANK", "0")  # Kubernetes sets the other variables alone
     wait = timedelta(minutes=int(os.environ.get("DEEPSPEED_TIMEOUT", LONGEST_WAIT)))
     try:
         deepspeed.init_distributed(backend, auto_mpi_discovery=False, verbose=verbose, timeout=wait)

@@ -48,4 +48,5 @@ def connect(patience: float = 0.0, opens: bool = False) -> Store:
     # torchrun's store survives a restart of the job, so there the key needs the restart count.
     # Other stores end with the job, and there each machine's agent may count differently.
     attempt = os.environ["TORCHELASTIC_RESTART_COUNT"] if launcher.launcher_has_store() else "only"
-    return PrefixStore(f"failures/{attempt}", store)
+    # Another job may have been given the same port, and then reaches this job's store.
+    return PrefixStore(f"failures/{os.environ.get('KERPLE_JOB', '')}/{attempt}", store)

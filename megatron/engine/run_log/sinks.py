@@ -137,7 +137,7 @@ class Wandb:
         options = {"silent": True, "console": "off"}
         if settings.wandb_host is not None:
             options["base_url"] = settings.wandb_host
-        mode: Any = settings.wandb_mode or os.environ.get("WANDB_MODE", "online")
+        mode: Any = settings.wandb_mode or os.environ.get("WANDB_MODE") or "online"
         run_id = None
         if folder is not None:
             folder.mkdir(parents=True, exist_ok=True)
@@ -157,7 +157,7 @@ class Wandb:
                 notes=card,
                 settings=wandb.Settings(**options),
             )
-        except wandb.Error as error:
+        except (wandb.Error, ValueError) as error:  # such as a host that is no URL
             raise RunLogError(
                 f"Weights & Biases could not be started: {error}\n"
                 "Log in (`wandb login`, or set WANDB_API_KEY), or write `wandb_mode: offline` to "

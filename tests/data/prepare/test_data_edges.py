@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import gzip
+import io
 import json
+import lzma
 import tarfile
 import zipfile
 from pathlib import Path
@@ -189,14 +191,81 @@ def test_merged_shards_say_that_one_has_no_ends_of_documents(tmp_path, run):
         assert read_manifest(str(tmp_path / order))["append_eod"] is (order == "aa")
 
 
-@pytest.mark.parametrize("inputs", [("a.txt", "*.txt"), ("r.jsonl", "."), ("x", "r.jsonl", "x/..")])
+@pytest.mark.parametrize(
+    "inputs", [("a.txt", "*.txt"), ("r.jsonl", "."), ("x", "r.jsonl", "x/.."), ("x/c.txt", "link")]
+)
 def test_a_file_that_two_inputs_name_is_an_error(tmp_path, monkeypatch, inputs):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "x").mkdir()
     for name in ("a.txt", "b.txt", "x/c.txt"):
         (tmp_path / name).write_text("text")
     (tmp_path / "r.jsonl").write_text('{"text": "record"}')
+    (tmp_path / "link").symlink_to("x") if "link" in inputs else None
     file = tmp_path / inputs[-2]
     with pytest.raises(CorpusError, match=f"{file}: is named twice, which doubles its doc"):
         find_sources(inputs)
     assert find_sources(inputs[:1]) and find_sources(inputs[-1:])
+
+
+def test_a_flag_that_is_given_twice_adds_its_values(tmp_path, run):
+    for name in ("a", "b", "c"):
+        (tmp_path / f"{name}.jsonl").write_text(GOOD)
+    files = [tmp_path / f"{name}.jsonl" for name in ("a", "b", "c")]
+    run([files[0]], "--input", files[1], files[2], "--pile-set", "ArXiv", "--pile-set", "X")
+    assert len(ShardReader(tmp_path / "out" / "x_text_document")) == 3
+    flags = ["--tokenizer-type", "ByteLevelTokenizer", "--output-prefix", tmp_path / "out" / "y"]
+    given = ["--input", f"{files[0]},{files[1]}", "--input", files[2], *flags]
+    assert preprocess_data.main([*map(str, given)]) == 0
+    assert len(ShardReader(tmp_path / "out" / "y_text_document")) == 3
+
+
+def test_what_macos_adds_to_an_archive_is_left_out(tmp_path, run):
+    binary = b"\0\5\26\7\xff\xfe"
+    with zipfile.ZipFile(tmp_path / "a.zip", "w") as archive:
+        archive.writestr("a.jsonl", GOOD)
+        archive.writestr("__MACOSX/._a.jsonl", binary)
+    with tarfile.open(tmp_path / "b.tar", "w") as archive:
+        for name, content in (("./b.jsonl", GOOD.encode()), ("./._b.jsonl", binary)):
+            entry = tarfile.TarInfo(name)
+            entry.size = len(content)
+            archive.addfile(entry, io.BytesIO(content))
+    run([tmp_path / "a.zip", tmp_path / "b.tar"])
+    assert len(ShardReader(tmp_path / "out" / "x_text_document")) == 2
+
+
+def test_compressed_texts_in_an_archive_and_archives_without_their_suffix(tmp_path, run):
+    """OpenWebText's folder has tar archives whose names end in .xz alone."""
+    (tmp_path / "in").mkdir()
+    with tarfile.open(tmp_path / "t.tar", "w") as archive:
+        entry = tarfile.TarInfo("d/a.txt.gz")
+        entry.size = len(content := gzip.compress(b"compressed"))
+        archive.addfile(entry, io.BytesIO(content))
+    run([tmp_path / "t.tar"])
+    assert len(ShardReader(tmp_path / "out" / "x_text_document").get(0)) == len("compressed") + 1
+    xz = tmp_path / "in" / "subset_data.xz"
+    xz.write_bytes(lzma.compress((tmp_path / "t.tar").read_bytes()))
+    text = run([tmp_path / "in"], code=1, name="y")
+    assert f"{xz}: is a tar archive; let its name end in .tar, .tar.xz, ..." in text
+
+
+def test_a_configuration_of_a_data_set(tmp_path, run):
+    for name in ("A", "B"):
+        (tmp_path / "set" / name).mkdir(parents=True)
+        (tmp_path / "set" / name / "train.jsonl").write_text(json.dumps({"text": name * 3}))
+    card = "".join(
+        f"- config_name: {name}\n  data_files: {name}/train.jsonl\n" for name in ("A", "B")
+    )
+    (tmp_path / "set" / "README.md").write_text(f"---\nconfigs:\n{card}---\n")
+    assert "Config name is missing" in run([f"hub:{tmp_path / 'set'}"], code=1)
+    run([f"hub:{tmp_path / 'set'}:train:B"])
+    assert bytes(ShardReader(tmp_path / "out" / "x_text_document").get(0)[:3].tolist()) == b"BBB"
+
+
+def test_a_column_of_string_views(tmp_path, run):
+    import pyarrow
+    import pyarrow.parquet
+
+    rows = pyarrow.table({"text": pyarrow.array(["one", "two"], pyarrow.string_view())})
+    pyarrow.parquet.write_table(rows, tmp_path / "a.parquet")
+    run([tmp_path / "a.parquet"])
+    assert len(ShardReader(tmp_path / "out" / "x_text_document")) == 2

@@ -246,9 +246,12 @@ def test_links_out_of_a_folder_are_refused(tmp_path, capsys):
     (folder / "sub").mkdir(parents=True)
     secret.write_text("secret")
     (folder / "a.txt").write_text("a")
-    (folder / "sub/b.txt").symlink_to("../a.txt")
+    (folder / ".store").mkdir()
+    (folder / ".store/b").write_text("b")
+    (folder / "sub/b.txt").symlink_to("../.store/b")
     (folder / "gone.txt").symlink_to("nowhere.txt")
-    arguments = ["--input", str(folder), "--name", "x", "-d", str(tmp_path), "--workers", "1"]
+    flags = ["--name", "x", "-d", str(tmp_path), "--workers", "1", "--overwrite"]
+    arguments = ["--input", str(folder), *flags]
     assert prepare_data.main(arguments) == 0
     assert read_manifest(tmp_path / "x_text_document")["documents"] == 2
     (folder / "c.txt").symlink_to("../secret.txt")
@@ -256,16 +259,16 @@ def test_links_out_of_a_folder_are_refused(tmp_path, capsys):
     (folder / "up").symlink_to("..")
     (folder / "etc").symlink_to("/etc")
     (folder / "f.txt").symlink_to("/nowhere/f.txt")
-    assert prepare_data.main([*arguments, "--overwrite"]) == 1
+    assert prepare_data.main(arguments) == 1
     error = capsys.readouterr().err
     for name, target in (("c.txt", secret), ("d.txt", secret), ("up", tmp_path), ("etc", "/etc")):
         assert f"{folder}/{name}: is a link out of the folder, to {target}; remove it" in error
     assert f"{folder}/f.txt: is a link out" in error and error.count("is a link") == 5
     # The links that a user names are read.
-    assert prepare_data.main([*arguments, "--overwrite", "--input", f"{folder}/[cd].txt"]) == 0
+    assert prepare_data.main([*flags, "--input", f"{folder}/[ac].txt"]) == 0
     linked = tmp_path / "linked"
     linked.symlink_to(folder / "sub")
-    assert prepare_data.main([*arguments, "--overwrite", "--input", str(linked)]) == 1
+    assert prepare_data.main([*flags, "--input", str(linked)]) == 1
     assert f"{linked}/b.txt: is a link out of the folder" in capsys.readouterr().err
 
 

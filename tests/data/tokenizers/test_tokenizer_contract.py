@@ -19,11 +19,12 @@ TEXTS = [
     "hi 你好 😀 end",
     "the cat sat on the mat, it's 12345 days",
     "  two spaces and a line\n\tof the dog \n",
+    "if x:\n    the cat\n        the dog",
     "😀😀你",
     "é",
     " a",
 ]
-BEGINS = {"llama2": "<s>", "mistral": "<s>", "llama3": "<|begin_of_text|>"}
+BEGINS = {"llama2": "<s>", "mistral": "<s>", "gemma": "<s>", "llama3": "<|begin_of_text|>"}
 OWN = ["ByteLevelTokenizer", "CharLevelTokenizer", "GPT2BPETokenizer"]
 
 

@@ -3,6 +3,7 @@
 import hashlib
 from types import SimpleNamespace
 
+import psutil
 import pytest
 import torch
 from deepspeed.runtime.zero.partition_parameters import Init
@@ -79,6 +80,18 @@ def test_a_pinned_buffer_has_its_own_size(monkeypatch):
     buffer = async_save.Buffer(600, pinned=True)
     staged = buffer.stage([({"x": torch.arange(8.0)}, "one")])[0][0]["x"]
     assert registered == [(staged.data_ptr(), 600, 0)]
+
+
+def test_the_memory_of_a_container_is_limited(tmp_path):
+    """Cached files can be dropped; those of a file system in memory cannot."""
+    free = psutil.virtual_memory().available
+    assert async_save.free_memory(tmp_path) == pytest.approx(free, rel=0.2)  # no limit
+    (tmp_path / "memory.current").write_text("5000000\n")
+    (tmp_path / "memory.stat").write_text("anon 1000000\nfile 4000000\nshmem 1000000\n")
+    (tmp_path / "memory.max").write_text("max\n")
+    assert async_save.free_memory(tmp_path) == pytest.approx(free, rel=0.2)
+    (tmp_path / "memory.max").write_text("6000000\n")
+    assert async_save.free_memory(tmp_path) == 6_000_000 - 5_000_000 + 3_000_000
 
 
 def test_a_copy_keeps_what_is_shared_and_does_not_change():

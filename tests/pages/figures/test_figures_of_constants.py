@@ -61,7 +61,7 @@ CONSTANTS = [
     ("../ARCHITECTURE", "message, with exit code {}.", entry.NOBODY_READS),
     ("attention", "head sizes 1 to {} and any length", fused.MAX_HEAD_SIZE),
     ("cluster", "(default {}), the processes", DEFAULTS.parallel.heartbeat_timeout),
-    ("cluster", "ends after {} minutes", join.LONGEST_WAIT),
+    ("cluster", "ends after at most {} minutes", join.LONGEST_WAIT),
     ("data", "a data set of up to {} MiB, it", HASHED * BLOCK >> 20),
     ("data", "covers only {} blocks", HASHED),
     ("data", "-bytes` | {} GiB |", chunks.Limits().document_bytes >> 30),
