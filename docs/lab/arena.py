@@ -106,7 +106,7 @@ def measure(cell: Cell) -> str:
     """
     path, given = cell.folder / MEASURES, settings(cell)
     if path.exists():
-        same = json.loads(path.read_text())["settings"] == given
+        same = json.loads(path.read_text()).get("settings") == given
         return "" if same else f"{path} has other settings; delete it to measure the run again"
     try:
         measures = measured(cell)

@@ -27,7 +27,7 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, compiler
 
 from megatron.attention.backend import AttentionError, Backend, Request, weighted
 from megatron.attention.call import Call
@@ -236,7 +236,7 @@ def function_for(device_type: str) -> Callable[..., Any]:
         # torch would silently materialise the full score matrix, as with the stance `force_eager`.
         torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 256)
         compiled = torch.compile(flex_attention, dynamic=False, fullgraph=True)
-        return torch.compiler.set_stance("default")(compiled)
+        return compiled if compiler.is_compiling() else compiler.set_stance("default")(compiled)
 
     def uncompiled(*inputs: Any, **options: Any) -> Any:
         with warnings.catch_warnings():

@@ -116,6 +116,16 @@ def test_an_evaluation_without_compiled_models_still_compiles_attention(graphs):
     assert out.shape == (1, 2, 128, 16) and len(graphs) == 1
 
 
+def test_a_compiled_model_may_contain_it(graphs):
+    """Dynamo refuses to trace a change of the stance."""
+
+    def model(*given):
+        return flex.function_for.__wrapped__("cuda")(*given) + 1
+
+    with torch.no_grad():
+        assert torch.compile(model)(*inputs(128, 128)).shape == (1, 2, 128, 16)
+
+
 def test_one_new_token_needs_no_graph_of_its_length(monkeypatch):
     """A generation would compile once for each token, up to the limit of torch."""
     monkeypatch.setattr(flex, "function_for", None)

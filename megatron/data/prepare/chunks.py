@@ -110,7 +110,7 @@ class Place:
             pieces.append(piece)
         content = b"".join(pieces)
         if content[257:262] == b"ustar":
-            raise Fault(self.name, "is a tar archive; let its name end in .tar, .tar.xz, ...")
+            raise Fault(self.name, "is a tar archive; name it .tar, .tar.xz, ..., or unpack it")
         return content
 
 

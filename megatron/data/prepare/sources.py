@@ -138,8 +138,8 @@ def _add_folder(folder: str, sources: list[Source], faults: list[str]) -> None:
     if any(os.path.exists(os.path.join(folder, name)) for name in _ARROW):
         sources.append(Source(folder, "hub"))
         return
-    found: list[str] = []
-    unreadable: list[OSError] = []  # by default `os.walk` leaves such folders out silently
+    # By default, `os.walk` leaves folders that it cannot read out silently.
+    found, unreadable = list[str](), list[OSError]()
     root = os.path.realpath(folder)
     for parent, folders, files in os.walk(folder, onerror=unreadable.append):
         folders[:] = [n for n in folders if not n.startswith(".") and n not in _IGNORED]
@@ -151,7 +151,9 @@ def _add_folder(folder: str, sources: list[Source], faults: list[str]) -> None:
                 faults.append(
                     f"{path}: is a link out of the folder, to {target}; remove it or give it alone"
                 )
-    found = [path for path in sorted(found) if os.path.exists(path)]
+    # A link to another file of the folder is left out.
+    files = {os.path.realpath(p): p for p in sorted(found, key=os.path.islink, reverse=True)}
+    found = sorted(path for path in files.values() if os.path.exists(path))
     faults += [f"{error.filename}: {error.strerror}" for error in unreadable]
     if not found and not unreadable:
         faults.append(f"{folder}: a folder without files")

@@ -210,7 +210,7 @@ class Buffer:
     def __init__(self, size: int, *, pinned: bool = False):
         self._bytes = np.empty(size, np.uint8)  # in pages of 2 MB, which are touched much faster
         self._bytes.fill(0)
-        if pinned:  # torch's own pinned memory would have a power of two as its size
+        if pinned and size:  # torch's own pinned memory would have a power of two as its size
             cast(Any, torch.cuda.cudart()).cudaHostRegister(self._bytes.ctypes.data, size, 0)
 
     def stage(self, files: Files) -> Files:

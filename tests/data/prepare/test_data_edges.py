@@ -245,7 +245,7 @@ def test_compressed_texts_in_an_archive_and_archives_without_their_suffix(tmp_pa
     xz = tmp_path / "in" / "subset_data.xz"
     xz.write_bytes(lzma.compress((tmp_path / "t.tar").read_bytes()))
     text = run([tmp_path / "in"], code=1, name="y")
-    assert f"{xz}: is a tar archive; let its name end in .tar, .tar.xz, ..." in text
+    assert f"{xz}: is a tar archive; name it .tar, .tar.xz, ..., or unpack it" in text
 
 
 def test_a_configuration_of_a_data_set(tmp_path, run):

@@ -249,6 +249,7 @@ def test_links_out_of_a_folder_are_refused(tmp_path, capsys):
     (folder / ".store").mkdir()
     (folder / ".store/b").write_text("b")
     (folder / "sub/b.txt").symlink_to("../.store/b")
+    (folder / "0.txt").symlink_to("a.txt")  # left out: its target is read
     (folder / "gone.txt").symlink_to("nowhere.txt")
     flags = ["--name", "x", "-d", str(tmp_path), "--workers", "1", "--overwrite"]
     arguments = ["--input", str(folder), *flags]

@@ -80,6 +80,8 @@ def test_a_pinned_buffer_has_its_own_size(monkeypatch):
     buffer = async_save.Buffer(600, pinned=True)
     staged = buffer.stage([({"x": torch.arange(8.0)}, "one")])[0][0]["x"]
     assert registered == [(staged.data_ptr(), 600, 0)]
+    async_save.Buffer(0, pinned=True)  # a rank that writes no file
+    assert len(registered) == 1
 
 
 def test_the_memory_of_a_container_is_limited(tmp_path):
