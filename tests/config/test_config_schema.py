@@ -90,7 +90,7 @@ def test_keys_without_effect_are_checked_nevertheless(problems: Callable, key: s
 
 HARMLESS = {
     "apply_query_key_layer_scaling": "false",
-    "data_impl": "infer",
+    "data_impl": "MMAP",
     "soft_prompt_tuning": "{enabled: false}",
     "deepspeed_extra_args": "{comms_logger: {enabled: true}}",
     "amp": "{enabled: false}",

@@ -65,14 +65,8 @@ def losses(groups, version, dtype, own_parameters=True):
 
 def all_cells(groups):
     """Return the losses of each version, dtype and kind of parameters on this rank."""
-    half = torch.bfloat16
-    cells = [
-        (1, torch.float32),
-        (1, torch.float32, False),
-        (1, half),
-        (2, torch.float32),
-        (2, half),
-    ]
+    full, half = torch.float32, torch.bfloat16
+    cells = [(1, full), (1, full, False), (1, half), (2, full), (2, half)]
     return [losses(groups, *cell) for cell in cells]
 
 

@@ -154,6 +154,13 @@ def disassemble(cubin: bytes) -> str:
     raise SystemExit("neither nvdisasm nor cuobjdump disassembles")
 
 
+def named(tool, text, target, dtype):
+    """Return (variant, tile or None) for POS_EMB:PASS:HEAD SIZE[:TILE], as serial.py describes."""
+    kernel, which, size, *tile = text.split(":")
+    chosen = tool.Tile(*map(int, tile[0].split("x"))) if tile else None
+    return tool.Variant(target, kernel, which, dtype, int(size)), chosen
+
+
 def build(tool, variant, tile=None):
     """Compile a variant; return (row of tools/compile_kernels.py, Triton's compiled kernel).
 

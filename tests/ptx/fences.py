@@ -83,13 +83,8 @@ def main() -> None:
     project.use(args.project)
     from tools import compile_kernels as tool
 
-    tile_of = tool.tile_of
     for text in args.what:
-        kernel, which, size, *tile = text.split(":")
-        chosen = tool.Tile(*map(int, tile[0].split("x"))) if tile else None
-        tool.tile_of = lambda variant, chosen=chosen: chosen or tile_of(variant)
-        variant = tool.Variant(100, kernel, which, args.dtype, int(size))
-        row, compiled = cost_model.build(tool, variant)
+        row, compiled = cost_model.build(tool, *cost_model.named(tool, text, 100, args.dtype))
         lines = unfenced(compiled.asm["ptx"])
         used = f"regs {row.registers} spilled {row.spilled} shared {row.shared} {lines}"
         shape, state = f"{row.M}x{row.N}x{row.warps}x{row.stages}", "UNFENCED" if lines else "ok"

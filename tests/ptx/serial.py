@@ -43,15 +43,10 @@ def main() -> None:
     project.use(args.project)
     from tools import compile_kernels as tool
 
-    tile_of = tool.tile_of
     for text in args.what:
-        kernel, which, size, *tile = text.split(":")
-        chosen = tool.Tile(*map(int, tile[0].split("x"))) if tile else None
-        tool.tile_of = lambda variant, chosen=chosen: chosen or tile_of(variant)
+        variant, tile = cost_model.named(tool, text, 90, args.dtype)
         try:
-            named = {"kernel": kernel, "which": which, "dtype": args.dtype}
-            variant = tool.Variant(target=90, head_size=int(size), **named)
-            row, compiled = cost_model.build(tool, variant)
+            row, compiled = cost_model.build(tool, variant, tile)
         except Exception as error:  # the compiler's: the other variants are still compiled
             print(text, "failed:", str(error)[:100])
             continue
@@ -63,7 +58,7 @@ def main() -> None:
         print(f"{serial} {text} tile {shape} {used} {codes}", flush=True)
         if args.sass:
             sass = cost_model.disassemble(compiled.asm["cubin"])
-            cost_model.report(kernel, which, int(size), row, sass)
+            cost_model.report(variant.kernel, variant.which, variant.head_size, row, sass)
 
 
 if __name__ == "__main__":

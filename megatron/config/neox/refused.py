@@ -47,8 +47,8 @@ def _equals(*values: Any) -> _Test:
     return lambda value, _: any(type(value) is type(v) and value == v for v in values)
 
 
-def _never(_value: Any, _flat: Flat) -> bool:
-    return False
+_never = _equals()
+_MMAP: _Test = lambda value, _: str(value).lower() in ("mmap", "infer")  # noqa: E731
 
 
 def _same_as(key: str) -> _Test:
@@ -93,7 +93,7 @@ _refuse(
 _refuse("train_impl", "only next-token prediction is built", "train_impl: normal")
 _refuse("dataset_impl", "only the gpt2 dataset is built", "dataset_impl: gpt2")
 _refuse("pack_impl", "documents are always packed", "pack_impl: packed")
-_refuse("data_impl", "only the mmap format is read", "data_impl: mmap", _equals("mmap", "infer"))
+_refuse("data_impl", "only the mmap format is read", "data_impl: mmap", _MMAP)
 _refuse("apply_query_key_layer_scaling", "not built yet")
 _refuse("optimizer.params.amsgrad prescale_gradients sparse_gradients", "not built")
 _refuse("soft_prompt_tuning", "soft prompts are not built", _LEAVE, _disabled)
