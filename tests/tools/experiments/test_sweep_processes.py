@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 import pandas as pd
 import pytest
+import torch
 import yaml
 
 from tests.helpers.jobs import BASE
@@ -24,6 +25,7 @@ class Fake:
 
     def __init__(self, command, log, environ):
         self.command, self.device = command, environ.get("CUDA_VISIBLE_DEVICES")
+        self.threads = environ["OMP_NUM_THREADS"]
         self.returncode, self.signals = self.code, []
         Fake.started.append(self)
         if self.code is None:
@@ -73,6 +75,19 @@ def test_each_cell_has_its_gpus(grid, capsys):
     with pytest.raises(SystemExit):
         sweep.main([str(grid), "--gpus", "4"])
     assert "a cell needs 2 GPUs, and there are 1" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("cores", "given", "threads"), [(12, None, "3"), (3, None, "1"), (12, "5", "5")]
+)
+def test_cells_share_the_cores(grid, monkeypatch, cores, given, threads):
+    """Two cells at a time, of two processes each: each process has a quarter of the cores."""
+    monkeypatch.setattr(torch, "get_num_threads", lambda: cores)
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    if given:
+        monkeypatch.setenv("OMP_NUM_THREADS", given)
+    assert sweep.main([str(grid), "--jobs", "2"]) == 0
+    assert [each.threads for each in Fake.started] == [threads] * 4
 
 
 def test_a_signal_while_a_cell_starts_and_a_second_one(grid, monkeypatch):
