@@ -18,11 +18,11 @@ All steps are of one shape, on random tokens, with fused AdamW and clipping at 1
 - `published`: the plain GPT with the operations of the released KERPLE code in attention.
 
 Each variant has a process, in the environment that it would have in use: `project` and `plain, our
-settings` are set up as by `train.py`, and nothing is set for the others. Each round runs every
-variant for some steps. The medians of the rounds are compared. The matmul rate is that of a large
-matrix product in the same precision. The breakdown is one of torch's profiler; its parts are times
-of operations, and the rest is Python and the engine. The reports are train_step.json, .md and .png
-in `--out`.
+settings` are set up as by `train.py`, and nothing is set for the others. The processes start one
+after another, so that each finds the machine idle. Each round runs every variant for some steps.
+The medians of the rounds are compared. The matmul rate is that of a large matrix product in the
+same precision. The breakdown is one of torch's profiler; its parts are times of operations, and the
+rest is Python and the engine. The reports are train_step.json, .md and .png in `--out`.
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ import platform
 import statistics
 import subprocess
 import sys
+from collections import defaultdict
 from datetime import UTC, datetime
 from importlib.util import find_spec
 from pathlib import Path
@@ -87,7 +88,12 @@ def main() -> None:
 
 
 class Worker:
-    """A process that takes the steps of one variant, when it is asked to."""
+    """A process that takes the steps of one variant, when it is asked to.
+
+    It is ready when it has been made, because how its threads wait depends on the load of the
+    machine at its start (`megatron/cpu_settings.py`): a start beside another worker would count as
+    a busy machine.
+    """
 
     def __init__(self, variant: str, args: argparse.Namespace):
         values = {k: v for k, v in vars(args).items() if k not in ("out", "only")}
@@ -97,10 +103,14 @@ class Worker:
             cwd=ROOT,
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
         )  # fmt: skip
+        self._answer()
 
     def ask(self, command: str) -> Any:
         """Return the worker's answer to a command of `train_step_worker`."""
         print(command, file=self.process.stdin, flush=True)
+        return self._answer()
+
+    def _answer(self) -> Any:
         assert self.process.stdout
         answer = self.process.stdout.readline()
         return json.loads(answer) if answer else sys.exit("a worker has ended: see its error above")
@@ -175,6 +185,12 @@ def markdown(report: dict) -> str:
             f"| {row['share_of_matmul']:.0%} | {row['peak_mb']:,.0f} "
             f"| {row['cpu_ms']:,.0f} | {row['page_faults']:,.0f} |"
         )
+    if s["device"] == "cpu":
+        alike = defaultdict(list)
+        for row in report["rows"]:
+            alike[row["waiting"]].append(f"`{row['variant']}`")
+        lines += ["", "How threads wait:", ""]
+        lines += [f"- {', '.join(names)}: {waiting}" for waiting, names in alike.items()]
     lines += ["", "| goal | at least | measured |", "|---|---:|---:|"]
     for mine, other, least in GOALS[s["device"]]:
         if mine in rows and other in rows:

@@ -2,8 +2,9 @@
 
     python -m benchmarks.train_step_worker '{"variant": "plain", "layers": 4, ...}'
 
-Each line on stdin is a command, and each answer is a line of JSON on stdout. `round` takes some
-steps and answers their tokens per second; `profile` answers what a step takes, and its parts.
+The first line on stdout says that the worker is ready. Each line on stdin is a command, and each
+answer is a line of JSON on stdout. `round` takes some steps and answers their tokens per second;
+`profile` answers what a step takes, and its parts.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from torch import nn
 from benchmarks.attention_cpu import peak_bytes
 from benchmarks.plain_gpt import PlainGPT
 from megatron.attention import choose
-from megatron.cpu_settings import keep_memory
+from megatron.cpu_settings import described_waiting, keep_memory
 from megatron.model import GPT, BlockShape, GPTShape, Plan
 from megatron.parallel.loss import mean_loss
 from megatron.positional import load
@@ -84,8 +85,10 @@ def main() -> None:
             **spent(step, args.steps),
             "peak_mb": peak_mb(step, args.device),
             "parts": parts_of(step, args),
+            "waiting": described_waiting(),
         },
     }
+    print(json.dumps("ready"), file=answers, flush=True)
     for line in sys.stdin:
         print(json.dumps(commands[line.strip()]()), file=answers, flush=True)
 

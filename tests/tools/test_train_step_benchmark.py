@@ -25,6 +25,7 @@ def test_a_tiny_run_without_deepspeed(tmp_path):
         assert row["tokens_per_second"] > 0 and row["peak_mb"] > 0 and row["cpu_ms"] > 0
         assert sum(row["parts"].values()) == pytest.approx(1)
         assert row["parts"]["products"] > 0 and row["parts"]["optimizer"] > 0
+        assert row["waiting"]
     assert (tmp_path / "train_step.md").read_text() == markdown(report)
     assert (tmp_path / "train_step.png").read_bytes().startswith(b"\x89PNG")
 

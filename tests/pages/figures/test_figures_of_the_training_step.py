@@ -1,4 +1,4 @@
-"""Test that the figures of the training step on a CPU are those of its two reports."""
+"""Test that the figures of the training step on a CPU are those of its three reports."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ from typing import Any
 
 from tests.pages.figures.held import says
 from tests.pages.figures.test_figures_of_performance import FOLDER, goals_on, limits, row, stands
+
+PROJECT, LOOP = "project", "project, plain loop"
 
 
 def variants(folder: str) -> dict[str, Any]:
@@ -54,3 +56,25 @@ def test_the_training_step():
         f" {min(products):.0%} to {max(products):.0%} of each",
         f"the whole step is {plain:.2f} times as fast as the plain loop",
     )
+
+
+def test_the_training_step_on_intel():
+    rows = variants("train_step_intel")
+    speed = {name: each["tokens_per_second"] for name, each in rows.items()}
+    than = [speed[name] for name in ("plain", "published")]
+    ratios, loop = ([round(speed[x] / y, 2) for y in than] for x in (PROJECT, LOOP))
+    found = row("On a CPU", "the same two on Intel")
+    assert found["stands"] == "{:.2f}; {:.2f}".format(*ratios)
+    missed = [goal - ratio for goal, ratio in zip(limits(found["goal"]), ratios, strict=True)]
+    assert found["evidence"].endswith("missed by {:.2f} and {:.2f}".format(*missed))
+    family, model = re.findall(r"family (\d+), model (\d+)", report_of("train_step_intel"))[0]
+    attention = [rows[name]["parts"]["attention"] for name in (PROJECT, "plain")]
+    says(
+        "lab/performance",
+        f"(family {family}, model {model}), the step has {ratios[0]:.2f} of the plain loop's",
+        f"and {ratios[1]:.2f} of the published operations' ([table](../../benchmarks/results/train_"
+        "step_intel",
+        f"Without DeepSpeed, the project's model has {loop[0]:.2f} and {loop[1]:.2f}.",
+        "Attention takes {:.0%} of the project's step and {:.0%} of the plain".format(*attention),
+    )
+    assert all("30000" in rows[name]["waiting"] for name in (PROJECT, LOOP))
