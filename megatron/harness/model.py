@@ -238,7 +238,8 @@ def sampling_of(options: dict[str, Any]) -> Sampling:
         DataError: This project does not support an option.
     """
     # The harness's `normalize_gen_kwargs` has normalised them.
-    if unknown := sorted(options.keys() - _GENERATION):
+    one_beam = {"num_beams"} if options.get("num_beams") == 1 else set[str]()  # no beam search
+    if unknown := sorted(options.keys() - _GENERATION - one_beam):
         raise DataError(
             f"generation_kwargs: {', '.join(unknown)} cannot be used here; write only "
             f"{', '.join(sorted(_GENERATION))}"

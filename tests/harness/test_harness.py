@@ -188,6 +188,7 @@ def test_continuations_with_the_options_of_tasks(ask):
     drawn = {"until": "", "do_sample": True, "temperature": 2.0, "max_gen_toks": 12}
     two = ask("generate_until", *[(prompts[0], drawn)] * 2)
     assert two[0] != two[1] and two == ask("generate_until", *[(prompts[0], drawn)] * 2)
+    assert ask("generate_until", (prompts[1], options | {"num_beams": 1})) == [plain[1]]
     (kept,) = ask("generate_until", ("x" + prompts[1], options), max_length=13)
     assert kept == plain[1]
     with pytest.raises(DataError, match="max_gen_toks 12 leaves no room"):
