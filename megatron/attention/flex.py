@@ -86,12 +86,9 @@ def flex(call: Call) -> Any:
 
 
 def score_mod_of(
-    pos: PositionalEmbedding,
-    theta_HN: Tensor | None,
-    length: int,
-    offset: int = 0,
+    pos: PositionalEmbedding, theta_HN: Tensor | None, length: int, offset: int = 0,
     positions_BT: Tensor | None = None,
-) -> ScoreMod | None:
+) -> ScoreMod | None:  # fmt: skip
     """Return a function for FlexAttention's `score_mod` that applies a positional embedding.
 
     The function applies the distance kernel and its temperature, but no sink, rotation or gate.

@@ -56,9 +56,9 @@ class Measurement:
 
     Attributes:
         loss_fn: The function that returns the loss of each target token.
-        read: A function that cuts the text into sequences of a given length. It returns int64
-            [number of sequences, length + 1]. The last token of a sequence is only a target, not an
-            input.
+        read: A function of two lengths. It cuts the text that is measured at the second length into
+            sequences of the first one, int64 [sequences, length + 1]. Their last tokens are targets
+            only.
         token_bytes: A function from token ids to the number of UTF-8 bytes of each token.
         batch_tokens: The approximate number of tokens in a forward pass.
         groups: The job's process groups. Each data-parallel rank measures some of the sequences.
@@ -67,15 +67,18 @@ class Measurement:
     """
 
     loss_fn: LossFn
-    read: Callable[[int], np.ndarray]
+    read: Callable[[int, int], np.ndarray]
     token_bytes: TokenBytes
     batch_tokens: int
     groups: Groups
     uncounted_after: int | None = None
 
-    def at_length(self, length: int) -> LengthResult:
-        """Measure the model on sequences of `length` tokens. Every rank must call this method."""
-        sequences = self.read(length)
+    def at_length(self, length: int, text_of: int | None = None) -> LengthResult:
+        """Measure the model on sequences of `length` tokens. Every rank must call this method.
+
+        If `text_of` is given, the text is that which is measured at the length `text_of`.
+        """
+        sequences = self.read(length, text_of or length)
         losses = losses_of_sequences(
             self.loss_fn,
             sequences,
@@ -118,7 +121,9 @@ class Measurement:
                 cut.
             targets: The approximate number of scored tokens, which are equally spaced in the text.
         """
-        windows = np.lib.stride_tricks.sliding_window_view(self.read(length), context + 1, axis=1)
+        windows = np.lib.stride_tricks.sliding_window_view(
+            self.read(length, length), context + 1, axis=1
+        )
         counted = np.argwhere(windows[..., -2] != self.uncounted_after)
         windows = windows[tuple(counted[:: max(1, len(counted) // targets)].T)]
         losses = losses_of_sequences(
@@ -177,7 +182,7 @@ def evaluate_lengths(
     config, groups, pos = model.config, model.groups, model.module.pos
     chosen, lengths = config.evaluation, sorted(set(config.evaluation.eval_lengths))
     measurement, span = measurement_of(
-        config, groups, model.loss_fn, model.tokenizer, text, chosen.eval_tokens
+        config, groups, model.loss_fn, model.tokenizer, text, chosen.eval_tokens, chosen.eval_split
     )
     results = measurement.at_lengths(lengths, say)
     baselines: dict[str, LengthResult] = {}
@@ -185,7 +190,9 @@ def evaluate_lengths(
         with limited_window(model.module, context):
             twin = replace(measurement.at_length(max(lengths)), length=context)
         baselines = {
-            f"the text cut into pieces of {context} tokens": measurement.at_length(context),
+            f"the text cut into pieces of {context} tokens": measurement.at_length(
+                context, max(lengths)
+            ),
             f"the {context} tokens before each scored one": measurement.with_context(
                 context, length=max(lengths), targets=max(1, span // context)
             ),
@@ -204,36 +211,37 @@ def evaluate_lengths(
 
 
 def measurement_of(
-    config: Config, groups: Groups, loss_fn: LossFn, tokenizer: Tokenizer, text: Text, tokens: int
-) -> tuple[Measurement, int]:
+    config: Config, groups: Groups, loss_fn: LossFn, tokenizer: Tokenizer, text: Text, tokens: int,
+    split: str,
+) -> tuple[Measurement, int]:  # fmt: skip
     """Return a `Measurement` on the config's text, and the largest number of target tokens.
 
     Args:
         loss_fn: The function that returns the loss of each target token.
         tokenizer: The tokenizer with which the text was made.
-        text: The text, of which the split `eval_split` is read.
         tokens: The maximum number of target tokens at each length.
+        split: The split of `text` that is read.
 
     Raises:
         DataError: The text is shorter than one sequence of the largest length.
     """
     chosen, lengths = config.evaluation, config.evaluation.eval_lengths
-    documents = text.splits[SPLITS.index(chosen.eval_split)]
+    documents = text.splits[SPLITS.index(split)]
     span = eval_span(text.shards, documents, lengths, tokens)
     if span == 0:
         raise DataError(
-            f"the {chosen.eval_split} split ({documents[1] - documents[0]} documents) is shorter "
+            f"the {split} split ({documents[1] - documents[0]} documents) is shorter "
             f"than one sequence of {max(lengths)} tokens; evaluate shorter lengths, or give it a "
             "larger part of `split`"
         )
 
-    def targets_of(length: int) -> int:  # a baseline reads the text of the longest length
-        read = length if length in lengths else max(lengths)
-        return min(span, read * (chosen.eval_sequences or span))
+    def read(length: int, text_of: int) -> np.ndarray:
+        targets = min(span, text_of * (chosen.eval_sequences or span))
+        return eval_sequences(text.shards, documents, length, targets)
 
     measurement = Measurement(
         loss_fn,
-        lambda length: eval_sequences(text.shards, documents, length, targets_of(length)),
+        read,
         tokenizer.token_bytes,
         chosen.eval_batch_tokens,
         groups,
@@ -243,14 +251,9 @@ def measurement_of(
 
 
 def draw_kernels(
-    pos: PositionalEmbedding,
-    trained_HN: torch.Tensor | None,
-    config: Config,
-    run_dir: Path,
-    step: int,
-    *,
-    few: bool = False,
-) -> list[Path]:
+    pos: PositionalEmbedding, trained_HN: torch.Tensor | None, config: Config, run_dir: Path,
+    step: int, *, few: bool = False,
+) -> list[Path]:  # fmt: skip
     """Plot the bias and the weight of each head as functions of the query-key distance.
 
     Args:
@@ -264,9 +267,7 @@ def draw_kernels(
     Returns:
         The paths of the PNG files.
     """
-    # The file is `kernels.png`. If layers have different kernels, there is one file for each
-    # kernel, such as `kernels_layer0.png`. The distances go up to the largest of `eval_lengths` and
-    # `seq_length`. If a kernel depends on the query's position, this is also the query's position.
+    # The distances go up to the longest length, which is also the position of the query.
     path = RunFolder(run_dir).kernels
     longest = max([*config.evaluation.eval_lengths, config.model.seq_length])
     theta_HN = pos.initial_theta(config.model.num_attention_heads, torch.Generator())

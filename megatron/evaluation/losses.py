@@ -41,14 +41,9 @@ class MeasuredModel:
 
 
 def losses_of_sequences(
-    loss_fn: LossFn,
-    sequences: np.ndarray,
-    groups: Groups,
-    *,
-    batch_tokens: int,
-    last_only: bool = False,
-    uncounted_after: int | None = None,
-) -> np.ndarray:
+    loss_fn: LossFn, sequences: np.ndarray, groups: Groups, *, batch_tokens: int,
+    last_only: bool = False, uncounted_after: int | None = None,
+) -> np.ndarray:  # fmt: skip
     """Return the mean loss of each of n sequences, in nats per token, as float64 [n].
 
     Every rank must call this function, because the sequences are divided among the data-parallel
@@ -82,15 +77,10 @@ def losses_of_sequences(
 @never_compiled()
 @torch.no_grad()
 def scores_of_sequences(
-    loss_fn: LossFn,
-    sequences: np.ndarray,
-    groups: Groups,
-    *,
-    batch_tokens: int,
-    score: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
-    width: int,
+    loss_fn: LossFn, sequences: np.ndarray, groups: Groups, *, batch_tokens: int,
+    score: Callable[[torch.Tensor, torch.Tensor], torch.Tensor], width: int,
     tick: Callable[[int], object] = lambda tokens: None,
-) -> np.ndarray:
+) -> np.ndarray:  # fmt: skip
     """Return `width` scores of each of n sequences, as float64 [n, width].
 
     Every rank must call this function, because the sequences are divided among the data-parallel

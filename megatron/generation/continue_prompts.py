@@ -57,12 +57,9 @@ class GenerationOptions:
 
 
 def generate(
-    config: Config,
-    load: Path,
-    options: GenerationOptions,
-    write: Callable[[str], None],
-    say: Callable[[str], None],
-) -> None:
+    config: Config, load: Path, options: GenerationOptions,
+    write: Callable[[str], None], say: Callable[[str], None],
+) -> None:  # fmt: skip
     """Continue the prompts with the newest checkpoint in the run folder `load`.
 
     Call this function in a single process, or in every process of a torchrun job. In a job, tensor
@@ -98,21 +95,20 @@ def generate(
 
 
 def _continue(
-    run: OpenRun,
-    texts: list[str] | None,
-    options: GenerationOptions,
-    before: int,
-    tp: TensorGroup,
-    write: Callable[[str], None],
-    say: Callable[[str], None],
-) -> None:
+    run: OpenRun, texts: list[str] | None, options: GenerationOptions, before: int,
+    tp: TensorGroup, write: Callable[[str], None], say: Callable[[str], None],
+) -> None:  # fmt: skip
     """Continue the prompts `texts`. If `texts` is None, write a text without a prompt.
 
     Args:
         before: The number of earlier prompts. The random numbers depend on it.
     """
     model, tokenizer = run.model, run.tokenizer
-    prompts = [[tokenizer.eod]] if texts is None else _encoded(texts, tokenizer, model)
+    prompts = (
+        [[*tokenizer.begin] or [tokenizer.eod]]
+        if texts is None
+        else _encoded(texts, tokenizer, model)
+    )
     copies = [(n, k) for n in range(len(prompts)) for k in range(options.samples)]
     prompts = [prompts[n] for n, _ in copies]
     texts = [(texts or [""])[n] for n, _ in copies]
@@ -185,10 +181,10 @@ def _encoded(texts: list[str], tokenizer: Tokenizer, model: GPT) -> list[list[in
 def _banned(model: GPT, tokenizer: Tokenizer, endless: bool) -> list[int]:
     """Return the ids of tokens that are never chosen.
 
-    These are the ids that pad the vocabulary and, if `endless`, the end-of-document token.
+    These are the ids that pad the vocabulary and, if `endless`, the tokens that end a text.
     """
     padding = range(tokenizer.vocab_size, model.shape.vocab_size)
-    return [*padding, *([tokenizer.eod] if endless else [])]
+    return [*padding, *(tokenizer.ends if endless else [])]
 
 
 def _line(prompt: str, row: Continuation, as_json: bool) -> str:

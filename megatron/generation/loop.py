@@ -35,17 +35,10 @@ class Speed:
 
 @torch.inference_mode()
 def continue_texts(
-    model: GPT,
-    prompts: Sequence[Sequence[int]],
-    texts: Sequence[Continuation],
-    generators: Sequence[torch.Generator],
-    *,
-    how: Sampling,
-    max_new_tokens: int,
-    banned: Sequence[int],
-    tp: TensorGroup,
-    speed: Speed,
-) -> None:
+    model: GPT, prompts: Sequence[Sequence[int]], texts: Sequence[Continuation],
+    generators: Sequence[torch.Generator], *, how: Sampling, max_new_tokens: int,
+    banned: Sequence[int], tp: TensorGroup, speed: Speed,
+) -> None:  # fmt: skip
     """Continue each prompt until its continuation ends or has `max_new_tokens` tokens.
 
     Every rank of the job must call this function.

@@ -28,12 +28,9 @@ class Continuation:
     # beginning of a stop sequence. `emit` gets it when it is no longer held back.
 
     def __init__(
-        self,
-        tokenizer: Tokenizer,
-        prompt: Sequence[int],
-        stops: Sequence[str] = (),
+        self, tokenizer: Tokenizer, prompt: Sequence[int], stops: Sequence[str] = (),
         emit: Callable[[str], None] = lambda text: None,
-    ):
+    ):  # fmt: skip
         self._tokenizer, self._stops, self._emit = tokenizer, stops, emit
         # A token's text may depend on the tokens before it, so they are decoded together.
         self._ids = list(prompt)  # the tokens before the new ones, then the new ones
@@ -48,14 +45,14 @@ class Continuation:
         return "".join(self._pieces)
 
     def add(self, token: int) -> None:
-        """Add a token. The end-of-document token ends the text.
+        """Add a token. The end-of-document token ends the text, and so does an end of turn.
 
         If the text has already ended, do nothing.
         """
         if self.end:
             return
         self.tokens += 1
-        if token == self._tokenizer.eod:
+        if token in self._tokenizer.ends:
             self.finish("document")
             return
         self._ids.append(token)

@@ -47,16 +47,9 @@ class RunModel(TemplateLM):
     """
 
     def __init__(
-        self,
-        model: GPT,
-        tokenizer: Tokenizer,
-        tp: TensorGroup,
-        *,
-        max_length: int,
-        batch_size: int,
-        seed: int,
-        info: dict[str, Any],
-    ):
+        self, model: GPT, tokenizer: Tokenizer, tp: TensorGroup, *,
+        max_length: int, batch_size: int, seed: int, info: dict[str, Any],
+    ):  # fmt: skip
         super().__init__()
         self._model, self._tokenizer, self._tp = model, tokenizer, tp
         self._max_length, self._batch_size, self._seed = max_length, batch_size, seed
@@ -182,14 +175,7 @@ class RunModel(TemplateLM):
         for number, (_, given) in enumerate(asked):
             by_options.setdefault(repr(given), []).append(number)
         for numbers in by_options.values():
-            options = dict[str, Any](normalize_gen_kwargs(asked[numbers[0]][1], MAX_GEN_TOKS))
-            how = sampling_of(options)
-            room = self._max_length - options["max_gen_toks"]
-            if room < 1:
-                raise DataError(
-                    f"max_gen_toks {options['max_gen_toks']} leaves no room for a context within "
-                    f"--max_length {self._max_length}"
-                )
+            options, how, room = generation_of(asked[numbers[0]][1], self._max_length)
             prompts = [self._prompt(asked[n][0])[-room:] for n in numbers]
             stops = [stop for stop in options["until"] if stop]
             for batch in self._batches([len(prompt) for prompt in prompts]):
@@ -228,21 +214,30 @@ class RunModel(TemplateLM):
             yield order[begin : begin + self._batch_size]
 
 
-def sampling_of(options: dict[str, Any]) -> Sampling:
-    """Convert the generation options of a task to this project's settings for choosing tokens.
+def generation_of(asked: dict[str, Any], max_length: int) -> tuple[dict[str, Any], Sampling, int]:
+    """Return a task's generation options, and the settings for choosing tokens that they mean.
+
+    The last part of the result is the largest number of tokens of a context.
 
     Args:
-        options: The task's `generation_kwargs`.
+        asked: The task's `generation_kwargs`.
+        max_length: The maximum number of tokens in the input of the model.
 
     Raises:
-        DataError: This project does not support an option.
+        DataError: This project does not support an option, or it leaves no room for a context.
     """
-    # The harness's `normalize_gen_kwargs` has normalised them.
+    options = dict[str, Any](normalize_gen_kwargs(asked, MAX_GEN_TOKS))
     one_beam = {"num_beams"} if options.get("num_beams") == 1 else set[str]()  # no beam search
     if unknown := sorted(options.keys() - _GENERATION - one_beam):
         raise DataError(
             f"generation_kwargs: {', '.join(unknown)} cannot be used here; write only "
             f"{', '.join(sorted(_GENERATION))}"
         )
-    temperature = options.get("temperature", 1.0) if options["do_sample"] else 0.0
-    return Sampling(float(temperature), options.get("top_k") or None, options.get("top_p") or 1.0)
+    if (room := max_length - options["max_gen_toks"]) < 1:
+        raise DataError(
+            f"max_gen_toks {options['max_gen_toks']} leaves no room for a context within "
+            f"--max_length {max_length}"
+        )
+    temperature = float(options.get("temperature", 1.0)) if options["do_sample"] else 0.0
+    how = Sampling(temperature, options.get("top_k") or None, options.get("top_p") or 1.0)
+    return options, how, room

@@ -8,14 +8,16 @@ from typing import Any
 
 from lm_eval.evaluator import simple_evaluate
 from lm_eval.tasks import TaskManager
-from lm_eval.utils import handle_non_serializable, make_table
+from lm_eval.utils import handle_non_serializable, make_table, simple_parse_args_string
 
 from megatron.config import Config
 from megatron.data.errors import DataError
 from megatron.engine.job.job_or_alone import job_or_alone
 from megatron.engine.open_run import open_run
 from megatron.files import write_text
-from megatron.harness.model import RunModel
+from megatron.harness.model import RunModel, generation_of
+
+_YAML = (".yaml", ".yml")
 
 
 def score(
@@ -43,7 +45,7 @@ def score(
 
     Raises:
         CheckpointError: `load` contains no checkpoint, or the checkpoint does not fit the config.
-        DataError: A task does not exist or cannot be loaded.
+        DataError: A task does not exist or cannot be loaded, or the harness refuses to score it.
     """
     # Must be called inside `harness_packages`. If `log_samples` is true, the questions and answers
     # of each task are written to a second file, whose name ends in `.samples.json`.
@@ -53,25 +55,26 @@ def score(
         run = open_run(load, config, groups)
         limit = max_length or run.model.longest_text  # None: no limit
         run.model.embedding.require_positions(limit or 0)
-        precision = config.training.precision
-        info = {"checkpoint": str(run.saved.path), "precision": precision, "max_length": limit}
-        sizes = {"max_length": limit or sys.maxsize, "batch_size": batch_size, "seed": seed}
+        manager.max_length = limit or sys.maxsize
+        manager.replaced = simple_parse_args_string(asked.get("gen_kwargs"))
+        info = {"checkpoint": str(run.saved.path), "max_length": limit}
+        info |= {"precision": config.training.precision}
+        sizes = {"max_length": manager.max_length, "batch_size": batch_size, "seed": seed}
         adapter = RunModel(run.model, run.tokenizer, groups.model, info=info, **sizes)
-        if groups.is_main:
-            print(run.said())
-        results: Any = simple_evaluate(
-            model=adapter,
-            tasks=found,
-            task_manager=manager,
-            batch_size=batch_size,
-            fewshot_random_seed=seed,
-            **asked,
-        )
+        print(run.said()) if groups.is_main else None
+        try:
+            results: Any = simple_evaluate(
+                model=adapter, tasks=found, task_manager=manager, batch_size=batch_size,
+                fewshot_random_seed=seed, **asked,
+            )  # fmt: skip
+        except ValueError as error:  # such as more examples in a prompt than the task has
+            raise DataError(f"the harness refuses: {error}") from error
         if groups.is_main:
             for column in [each for each in ("results", "groups") if each in results]:
                 show(make_table(results, column))
             samples = results.pop("samples", None)
-            files = {write: results, write.with_suffix(".samples.json"): samples} if write else {}
+            more = write and write.with_name(f"{write.name.removesuffix('.json')}.samples.json")
+            files = {write: results, more: samples} if write and more else {}
             for path, content in files.items():
                 if content is not None:
                     text = json.dumps(content, indent=2, default=handle_non_serializable)
@@ -80,16 +83,29 @@ def score(
 
 
 class _Tasks(TaskManager):
-    """A task manager that raises DataError for any fault in the files or data of a task."""
+    """A task manager that raises DataError for any fault in the files or data of a task.
+
+    Attributes:
+        max_length: The maximum number of tokens in the input of the model.
+        replaced: Generation options that replace those of the tasks.
+    """
+
+    max_length: int
+    replaced: dict[str, Any]
 
     def load(self, task_list: Any) -> Any:
         try:
-            return super().load(task_list)
+            loaded = super().load(task_list)
         except Exception as error:  # each task's code and data raise errors of their own
             raise DataError(f"a task cannot be loaded: {type(error).__name__}: {error}") from error
+        for task in loaded["tasks"].values():  # before any other task is scored, for hours
+            if task.OUTPUT_TYPE == "generate_until":
+                given = task.get_config("generation_kwargs") or {}
+                generation_of(given | self.replaced, self.max_length)
+        return loaded
 
 
-def find_tasks(tasks: Sequence[str], folder: Path | None) -> tuple[TaskManager, list[Any]]:
+def find_tasks(tasks: Sequence[str], folder: Path | None) -> tuple[_Tasks, list[Any]]:
     """Return a task manager, and the names or paths of the tasks that match `tasks`.
 
     Args:
@@ -107,11 +123,13 @@ def find_tasks(tasks: Sequence[str], folder: Path | None) -> tuple[TaskManager, 
     for with_defaults in (False, True):  # listing the harness's own tasks takes long
         manager = _Tasks(include_path=folder, include_defaults=with_defaults)
         found, missing = dict[str, None](), []
+        whole = {*manager.all_subtasks, *(each for each in names if each.endswith(_YAML))}
         for name in names:
-            matches = [name] if name.endswith((".yaml", ".yml")) else manager.match_tasks([name])
+            matches = [name] if name.endswith(_YAML) else manager.match_tasks([name])
             found.update(dict.fromkeys(sorted(matches)))
             missing += [] if matches else [name]
-        if not missing:
+        # A pattern, and a group or tag of the folder, may also mean tasks of the harness.
+        if not missing and (with_defaults or whole.issuperset(names)):
             return manager, list(found)
     raise DataError(
         f"there is no task {', '.join(missing)}, neither in lm-evaluation-harness nor in "

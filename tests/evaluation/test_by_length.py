@@ -56,7 +56,7 @@ def test_targets_after_an_end_of_document_are_not_scored():
     counted = rows[:, :-1] != 0
     assert not counted.all() and len(set(counted.sum(1))) > 1
     losses = loss_of(torch.from_numpy(rows[:, :-1]), torch.from_numpy(rows[:, 1:])).numpy()
-    measurement = Measurement(loss_of, lambda length: rows, np.ones_like, 8, GROUPS, 0)
+    measurement = Measurement(loss_of, lambda *given: rows, np.ones_like, 8, GROUPS, 0)
     result = measurement.at_length(4)
     assert result.loss == pytest.approx(losses[counted].mean(), rel=1e-6)
     assert result.bits_per_byte == pytest.approx(result.loss / math.log(2), rel=1e-6)
@@ -92,7 +92,7 @@ def test_summary():
 def test_lengths_keep_their_order_and_each_prints_a_line():
     printed = []
     measurement = Measurement(
-        loss_of, lambda length: sequences(32 // length, length), np.ones_like, 16, GROUPS
+        loss_of, lambda length, _: sequences(32 // length, length), np.ones_like, 16, GROUPS
     )
     results = measurement.at_lengths([4, 8], printed.append)
     assert [(r.length, r.sequences) for r in results] == [(4, 8), (8, 4)]
@@ -107,7 +107,7 @@ def test_the_limited_context_sees_exactly_that_many_tokens():
         seen.append((inputs.clone(), targets.clone()))
         return torch.zeros(inputs.shape)
 
-    measurement = Measurement(spy, lambda length: rows, np.ones_like, 30, GROUPS)
+    measurement = Measurement(spy, lambda *given: rows, np.ones_like, 30, GROUPS)
     result = measurement.with_context(3, length=19, targets=1000)
     inputs = torch.cat([i for i, _ in seen])
     assert inputs.shape == (2 * 17, 3) and result.length == 3 and result.sequences == 34
@@ -122,7 +122,7 @@ def test_the_limited_context_needs_memory_for_the_scored_windows_alone():
     rows = np.arange(16 * 4097).reshape(16, 4097)
     zeros = Measurement(
         lambda inputs, targets: torch.zeros(inputs.shape),
-        lambda _: rows,
+        lambda *given: rows,
         np.ones_like,
         8192,
         GROUPS,

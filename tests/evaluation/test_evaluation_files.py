@@ -140,6 +140,10 @@ def test_a_baseline_reads_the_text_of_the_longest_length(evaluate):
     table = pd.read_csv(folder / "context_baseline.csv")
     assert table.sequences.tolist()[::2] == [16, 2]
     assert pd.read_csv(folder / "extrapolation.csv").sequences.tolist() == [2, 2]
+    # So it does if it has one of the lengths, which alone reads two sequences of 16 tokens.
+    _, folder, _ = evaluate(eval_sequences=2, eval_context_baseline=16)
+    table = pd.read_csv(folder / "context_baseline.csv")
+    assert table.sequences.tolist()[::2] == [4, 2]
 
 
 def test_a_split_that_is_too_short_is_an_error(tmp_path):
@@ -151,10 +155,8 @@ def test_a_split_that_is_too_short_is_an_error(tmp_path):
     config = load_config([path])
     tokenizer = tokenizer_of(config)
     text = open_text(config, tokenizer)
-    with pytest.raises(
-        DataError, match=r"^the valid split \(1 documents\) is shorter than one seq"
-    ):
-        measurement_of(config, CPU, Model("alibi"), tokenizer, text, 128)
+    with pytest.raises(DataError, match=r"^the test split \(1 documents\) is shorter than one seq"):
+        measurement_of(config, CPU, Model("alibi"), tokenizer, text, 128, "test")
 
 
 @pytest.fixture

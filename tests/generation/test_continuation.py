@@ -101,6 +101,23 @@ def test_the_end_of_document_token_ends_the_text_and_is_no_part_of_it():
     assert (row.text, row.end, row.tokens) == ("b" + UNFINISHED, "document", 3)
 
 
+def test_the_end_of_a_turn_ends_the_text_of_a_chat_model(gpt2, tmp_path):
+    """As in SmolLM2-Instruct, documents end with <|endoftext|>, and turns with another token."""
+    backend = type(gpt2.reference).from_str(gpt2.reference.to_str())
+    backend.add_special_tokens(["<|endoftext|>", "<|im_end|>"])
+    turn = backend.token_to_id("<|im_end|>")
+    backend.save(str(tmp_path / "tokenizer.json"))
+    plain = build_tokenizer("HFTokenizer", tmp_path / "tokenizer.json")
+    (tmp_path / "tokenizer_config.json").write_text('{"eos_token": "<|im_end|>"}')
+    chat = build_tokenizer("HFTokenizer", tmp_path / "tokenizer.json")
+    assert chat.eod == plain.eod != turn and chat.fingerprint() == plain.fingerprint()
+    assert (plain.ends, chat.ends) == ({plain.eod}, {plain.eod, turn})
+    ids = chat.encode(" 42").tolist()
+    for tokenizer, text, end in ((chat, " 42", "document"), (plain, " 42<|im_end|> 42", "length")):
+        _, row = pieces(tokenizer, chat.encode("6 x 7 =").tolist(), [*ids, turn, *ids])
+        assert (row.text, row.end) == (text, end)
+
+
 def test_held_text_that_completes_a_stop_sequence_at_the_end():
     _, row = pieces(BYTES, list(b"a"), [98, 0xF0], [UNFINISHED])
     assert (row.text, row.end) == ("b", "stop")

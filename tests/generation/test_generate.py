@@ -163,11 +163,16 @@ def test_several_samples_of_prompts_from_a_jsonl_file(run, call, tmp_path):
     assert three[::3] == one and len({row["text"] for row in three}) == 6
 
 
-def test_a_text_without_a_prompt_follows_the_end_of_a_document(run, call):
+def test_a_text_without_a_prompt_begins_a_document(run, call, monkeypatch):
     out, _ = call("--load", run, "--max-new-tokens", 12, *GREEDY)
     ids = torch.tensor([[BYTES.eod, *out[:-1].encode()]])
     best = open_run(run).model(ids)[0, :, : BYTES.vocab_size].argmax(-1)
     assert len(ids[0]) == 13 and torch.equal(best[:-1], ids[0, 1:])
+    monkeypatch.setattr(type(BYTES), "begin", (0xFE, 0xFD))
+    out, err = call("--load", run, "--max-new-tokens", 12, *GREEDY)
+    ids = torch.tensor([[0xFE, 0xFD, *out[:-1].encode()]])
+    best = open_run(run).model(ids)[0, :, : BYTES.vocab_size].argmax(-1)
+    assert "2 prompt tokens" in err and torch.equal(best[1:-1], ids[0, 2:])
 
 
 def test_mistakes(run, call, tmp_path, monkeypatch):

@@ -12,6 +12,7 @@ import torch
 import evaluate as command
 from megatron.engine.errors import DivergedError
 from megatron.harness.installed_lm_eval import harness_packages
+from megatron.model import GPT
 from megatron.parallel.groups import ALONE
 from tests.harness.conftest import BYTES
 from tests.helpers.paths import FIXTURES
@@ -20,10 +21,16 @@ from tools import lm_eval as tool
 TASKS = FIXTURES / "harness"
 
 
-def test_mistakes(run, call, tmp_path):
+def test_mistakes(run, call, tmp_path, monkeypatch):
     (tmp_path / "broken.yaml").write_text("task: broken\ncustom_dataset: !function absent.data\n")
+    own = (run, "--include_path", TASKS, "--tasks", "local_perplexity,local_continuation")
+    scored = []
+    monkeypatch.setattr(GPT, "forward", lambda *given, **options: scored.append(1) or 1 / 0)
     for args, code, message in [
         ((run,), 2, "--tasks"),
+        ((*own, "--gen_kwargs", "repetition_penalty=2"), 1, "repetition_penalty cannot be used"),
+        ((*own[:4], "local_choice", "--num_fewshot", 9), 1, "the harness refuses: Sample larger"),
+        ((*own, "--max_length", 12), 1, "max_gen_toks 12 leaves no room for a context within"),
         (("--tasks", "a"), 2, "name the run folder: RUN"),
         ((tmp_path / "no", "--tasks", "a"), 1, "no: there is no such folder"),
         ((tmp_path, "--tasks", "a"), 1, "has no config.yml; name the config files: lm_eval.py"),
@@ -40,6 +47,25 @@ def test_mistakes(run, call, tmp_path):
     ]:
         _, err = call(tool, *args, code=code)
         assert message in err and "Traceback" not in err
+    assert scored == []  # what can be known at the start is said before hours of scoring
+
+
+def test_patterns_and_groups_find_the_harness_tasks_too(tmp_path):
+    (tmp_path / "mine.yaml").write_text("task: lambada_mine\noutput_type: multiple_choice\n")
+    (tmp_path / "group.yaml").write_text("group: both\ntask: [lambada_mine, lambada_openai]\n")
+    with harness_packages():
+        from megatron.harness.score_tasks import find_tasks
+    _, found = find_tasks(["lambada_mine"], tmp_path)
+    assert found == ["lambada_mine"]
+    manager, found = find_tasks(["lambada*", "both"], tmp_path)
+    assert {"lambada_mine", "lambada_openai", "both"} <= {*found} <= {*manager.all_tasks}
+
+
+def test_the_names_of_two_files_differ(run, call, tmp_path):
+    """A dot in a name does not begin its ending."""
+    some = (run, "--tasks", "local_choice", "--include_path", TASKS, "--log_samples")
+    call(tool, *some, "--output_path", tmp_path / "lr0.001")
+    assert {path.name for path in tmp_path.iterdir()} == {"lr0.001", "lr0.001.samples.json"}
 
 
 def test_questions_and_answers_are_written_and_options_replaced(run, call, tmp_path):

@@ -14,6 +14,9 @@ answers, d_s = a_s - b_s and l = m = by / 100. The claims about D are:
                              side is `by` percent above the other
     differs    D != 0        two-sided paired t test
 
+If all d_s are equal, t is not defined. The sign test then replaces the t tests of `below`, `above`
+and `differs`, and `within` and `equal` hold if D does, because equal backends give equal values.
+
 With `relative_to`, each side has a reference. Then d_s is (ln a_s - ln of A's reference) -
 (ln b_s - ln of B's reference). For shares, the formula has no logarithms. For example,
 `relative_to: {length: 128}` compares how the two sides change from length 128 to longer lengths.
@@ -36,6 +39,8 @@ from tools.experiments.description import BEST, METRICS, Endpoint, sides
 from tools.experiments.grid import Grid
 from tools.experiments.results import Frame
 
+ROUNDING = 1e-12  # differences that are closer than this are equal
+
 
 @dataclass(frozen=True)
 class Verdict:
@@ -51,6 +56,7 @@ class Verdict:
         holm: The p value of the complete claim, after Holm's correction.
         word: The verdict on the complete claim: `holds`, `not shown`, `contradicted` or
             `not tested`.
+        unit: The unit of `change` in a text: `%` or ` points`.
     """
 
     # A side is for example an embedding. If the values are shares of right answers, the difference
@@ -66,6 +72,7 @@ class Verdict:
     p: float = math.nan
     holm: float = math.nan
     word: str = "not tested"
+    unit: str = "%"
 
 
 def verdicts(grid: Grid, results: Frame) -> list[Verdict]:
@@ -126,11 +133,13 @@ def p_value(a: np.ndarray, b: np.ndarray, claim: str, margin: float = 0.0) -> fl
         "differs": (0.0, "two-sided"),
     }[claim]
     d = (a - b) - offset
-    if np.ptp(d) == 0:  # without any spread, t is not defined
-        if d[0] == 0:  # says nothing for either side, as t = 0
+    if np.ptp(d) < ROUNDING:  # without any spread, t is not defined
+        if abs(d[0]) < ROUNDING:  # says nothing for either side, as t = 0
             return 1.0 if alternative == "two-sided" else 0.5
         holds = {"less": d[0] < 0, "greater": d[0] > 0, "two-sided": True}[alternative]
-        return 0.0 if holds else 1.0
+        # Shares of few answers often have equal differences by chance, so this is the sign test.
+        chance = {"within": 0.0, "differs": 2 * 0.5 ** len(d)}.get(claim, 0.5 ** len(d))
+        return chance if holds else 1 - chance
     result: Any = stats.ttest_1samp(d, 0.0, alternative=alternative)
     return float(result.pvalue)
 
@@ -176,7 +185,7 @@ def _tested(name: str, endpoint: Endpoint, results: Frame) -> Verdict:
     if endpoint.relative_to:
         groups += tuple(side | endpoint.relative_to for side in groups)
     lower, by = METRICS[endpoint.metric], endpoint.by / 100
-    verdict = Verdict(name, endpoint.text or _sentence(endpoint))
+    verdict = Verdict(name, endpoint.text or _sentence(endpoint), unit="%" if lower else " points")
     a, b, *start = _paired(*(_side(chosen, each) for each in groups), logarithm=lower)
     if start:
         a, b = a - start[0], b - start[1]

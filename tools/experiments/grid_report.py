@@ -184,7 +184,7 @@ def change_of(verdict: Verdict) -> tuple[str, str]:
     values = verdict.change, verdict.low, verdict.high
     shown = max(2, decimals(max(map(abs, values)), 2))
     change, low, high = (f"{value:+.{shown}f}" for value in values)
-    return f"{change}%", f"{low} to {high}"
+    return f"{change}{verdict.unit}", f"{low} to {high}"
 
 
 def _paper_of(grid: Grid, known: dict[str, str]) -> PaperRows:
@@ -206,15 +206,16 @@ def _table(
         by_length = paper.get(PUBLISHED_POSITIONAL_NAMES.get(str(row), str(row)), {})
         line = {rows: row, "seeds": str(part["seed"].nunique()), **dict.fromkeys(lengths, "")}
         for length, values in part.groupby("length")["value"]:
-            text = _number(values.mean())
-            text += f" ± {_number(values.std(), values.mean())}" if len(values) > 1 else ""
+            text = _number(mean := values.mean())
+            several = len(values) > 1 and mean < math.inf
+            text += f" ± {_number(values.std(), mean)}" if several else ""
             text += " †" if (row, length) in marked else ""
             if theirs := by_length.get(str(length)):
                 text += f" ({theirs[0]:g} ± {theirs[1]:g})"
             line[f"{length:,}"] = text
         for metric, values in gains[gains[rows] == row].groupby("metric")["value"]:
-            error = f" ± {values.std():.4f}" if len(values) > 1 else ""
-            line[str(metric)] = f"{values.mean():+.4f}{error}"
+            error = f" ± {values.std(skipna=False):.4f}" if len(values) > 1 else ""
+            line[str(metric)] = f"{values.mean(skipna=False):+.4f}{error}"
         lines.append(line)
     return pd.DataFrame(lines).fillna("")
 
@@ -280,7 +281,7 @@ def _address(picture: Figure | Path) -> str:
 def _numbers(verdict: Verdict) -> str:
     """Return the numbers of a verdict as text: `-4.39%, 95% interval -5.85 to -2.92, ...`."""
     if math.isnan(verdict.p):
-        return "Too few runs have measured it."
+        return "A value is not finite." if verdict.seeds > 1 else "Too few runs have measured it."
     change, interval = change_of(verdict)
     return (
         f"{change}, 95% interval {interval}, {verdict.seeds} seeds, p = {verdict.p:.2g} "

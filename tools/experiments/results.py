@@ -7,6 +7,7 @@ writes, only the files in `CURVES` and `GAINS` are read. In these files, the col
 length.
 """
 
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -127,6 +128,7 @@ def of_run(folder: Path, record: Record | None = None) -> tuple[Frame, list[str]
         table = read_table(path)
         metrics = [name for name in METRICS if name in table]
         if metrics and "length" in table and table["length"].is_unique:
+            table = table.fillna({name: math.inf for name in metrics if METRICS[name]})
             parts.append(_checked(path, table.melt("length", metrics, "metric", "value")))
     for name, metric in (CURVES | GAINS).items():
         path = run.suite / f"{name}.csv"

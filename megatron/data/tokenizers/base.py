@@ -49,6 +49,8 @@ class Tokenizer(ABC):
         vocab_size: The number of ids, without the padding that a model may add.
         eod: The id of the token that ends a document.
         begin: The ids of the tokens that begin a document, such as a BOS token. Often empty.
+        ends: The ids of the tokens that end a generated text: `eod`, and the `eos_token` of a
+            tokenizer_config.json beside a tokenizer.json, which may end a turn of a chat.
     """
 
     name: str
@@ -83,6 +85,10 @@ class Tokenizer(ABC):
     def _content(self) -> bytes:
         """Return bytes that distinguish this tokenizer from other tokenizers of the same type."""
         # Two tokenizers that encode some text differently return different bytes.
+
+    @cached_property
+    def ends(self) -> set[int]:
+        return {self.eod}
 
     @cached_property
     def dtype(self) -> np.dtype:

@@ -2,8 +2,10 @@
 
 import json
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from functools import cached_property
+from itertools import islice
 from pathlib import Path
 from typing import Any, cast
 
@@ -26,6 +28,7 @@ class HFTokenizer(Tokenizer):
     """
 
     name = "HFTokenizer"
+    _known = "a"  # a text with a token of its own
 
     def __init__(self, vocab_file: str | Path) -> None:
         content = Path(vocab_file).read_bytes()
@@ -38,13 +41,14 @@ class HFTokenizer(Tokenizer):
             self.reference.no_padding()
             if getattr(self.reference.model, "dropout", None):  # each text must have one encoding
                 self.reference.model.dropout = None
-            template = self.reference.encode("a")
+            vocabulary, end = self.reference.get_vocab(with_added_tokens=True), END_OF_DOCUMENT
+            self._known, template = _known_text(self.reference, vocabulary)
             self.begin = tuple(template.ids[: [*template.special_tokens_mask, 0].index(0)])
-        vocabulary, end = self.reference.get_vocab(with_added_tokens=True), END_OF_DOCUMENT
+        own_end = _eos_token(Path(vocab_file).with_name("tokenizer_config.json")) or end
         if end not in vocabulary:
-            end = _eos_token(Path(vocab_file).with_name("tokenizer_config.json")) or end
-            self._canonical += f" {end}"
+            self._canonical += f" {(end := own_end)}"
         self._set_sizes(vocabulary, str(vocab_file), end)
+        self.ends = {self.eod, vocabulary.get(own_end, self.eod)}
 
     def _set_sizes(
         self, vocabulary: dict[str, int], source: str, end: str = END_OF_DOCUMENT
@@ -81,7 +85,7 @@ class HFTokenizer(Tokenizer):
         # In byte-level vocabularies, each character of a token stands for a byte, but added tokens
         # are ordinary text. Tokens of other vocabularies, such as Gemma's added "▁▁", are decoded
         # after another token, because a decoder may leave out the first space of a text.
-        before = self.reference.encode("a", add_special_tokens=False).ids
+        before = self.reference.encode(self._known, add_special_tokens=False).ids
         alone = self.reference.decode(before, skip_special_tokens=False)
         added = self.reference.get_added_tokens_decoder()
         byte_level = "ByteLevel" in repr(self.reference.decoder)
@@ -98,6 +102,17 @@ class HFTokenizer(Tokenizer):
 
     def _content(self) -> bytes:
         return self._canonical.encode()
+
+
+def _known_text(reference: tokenizers.Tokenizer, words: Iterable[str]) -> tuple[str, Any]:
+    """Return a text with a token of its own, and its encoding: "a", or one of `words`."""
+    # Vocabularies of proteins have no "a". Then it is an error, or gives no token.
+    for text in ("a", *islice(words, 1000)):
+        with suppress(Exception):
+            encoding = reference.encode(text)
+            if 0 in encoding.special_tokens_mask:
+                return text, encoding
+    raise ValueError("no token of the vocabulary has a text")
 
 
 def _eos_token(path: Path) -> str | None:

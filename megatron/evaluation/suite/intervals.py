@@ -5,6 +5,14 @@ documents: BCa intervals of `scipy.stats.bootstrap` (Efron 1987). Document d has
 is the sum of a quantity (such as the loss) over these tokens. The mean is
 
     value = sum_d t_d / sum_d c_d
+
+With few documents n, bootstrap intervals are too narrow: of 8 documents, they miss the true mean
+more than twice as often as they should. So the tail probability a becomes
+
+    Phi(sqrt(n / (n - 1)) t_a)
+
+where t_a is the quantile of Student's t with n - 1 degrees of freedom (the expanded interval of
+Hesterberg 2015, arXiv 1411.5279). With many documents, this is a itself.
 """
 
 from __future__ import annotations
@@ -22,6 +30,8 @@ from megatron.readable_numbers import decimals
 RESAMPLES = 2000
 LEVEL = 95.0
 """The level of the intervals, in percent."""
+BATCH = 1 << 22
+"""The number of values that the bootstrap keeps in memory at a time. They do not change results."""
 FEWEST = 8
 """The least number of documents for an interval. With fewer, bootstrap intervals are false."""
 SMALLEST = 0.001
@@ -87,19 +97,18 @@ def estimate(
     """
     # At least `FEWEST` documents are needed. Documents whose counts are all 0 are left out. If all
     # documents (at least two) have the same ratio, the interval is this ratio.
-    level = 1 - (1 - LEVEL / 100) / comparisons
     _, which = np.unique(documents, return_inverse=True)
     total_d, count_d = np.bincount(which, totals), np.bincount(which, counts)
     total_d, count_d = total_d[count_d != 0], count_d[count_d != 0]
-    if len(total_d) == 0:
+    if (n := len(total_d)) == 0:
         return Estimate(np.nan, np.nan, np.nan, 0)
     value = float(_ratio(total_d, count_d))
-    if len(total_d) == 1:
-        return Estimate(value, np.nan, np.nan, 1)
-    if np.ptp(total_d / count_d) == 0:
-        return Estimate(value, value, value, len(total_d))
-    if len(total_d) < FEWEST:
-        return Estimate(value, np.nan, np.nan, len(total_d))
+    if n > 1 and np.ptp(total_d / count_d) == 0:
+        return Estimate(value, value, value, n)
+    if n < FEWEST:
+        return Estimate(value, np.nan, np.nan, n)
+    tail = stats.t.ppf((1 - LEVEL / 100) / comparisons / 2, n - 1)
+    tail = float(stats.norm.cdf(math.sqrt(n / (n - 1)) * tail))
     with warnings.catch_warnings(action="ignore"):  # of an interval that BCa cannot give
         found = stats.bootstrap(
             (total_d, count_d),
@@ -107,14 +116,14 @@ def estimate(
             paired=True,
             vectorized=True,
             n_resamples=RESAMPLES * min(comparisons, 4),
-            confidence_level=level,
+            batch=max(1, BATCH // n),
+            confidence_level=1 - 2 * tail,
             rng=np.random.default_rng(0),
         )
     low, high = found.confidence_interval
     if np.isnan(low) or np.isnan(high):
-        ends = (50 - 50 * level, 50 + 50 * level)
-        low, high = np.percentile(found.bootstrap_distribution, ends)
-    return Estimate(value, float(low), float(high), len(total_d))
+        low, high = np.quantile(found.bootstrap_distribution, (tail, 1 - tail))
+    return Estimate(value, float(low), float(high), n)
 
 
 def mean_of(losses_nT: np.ndarray, documents: np.ndarray, *, comparisons: int = 1) -> Estimate:

@@ -6,6 +6,7 @@ import json
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from megatron.data.errors import TokenizerError
@@ -94,6 +95,35 @@ def test_bpe_dropout_does_not_encode_at_random(tmp_path):
     tokenizer = build_tokenizer("HFTokenizer", path)
     for _ in range(20):
         assert tokenizer.encode("aaab").tolist() == [2, 3]
+
+
+AROUND = {"type": "TemplateProcessing", "pair": [], "special_tokens": {
+    name: {"id": name, "ids": [i], "tokens": [name]}
+    for i, name in ((4, "<s>"), (5, "<|endoftext|>"))
+}, "single": [
+    {"SpecialToken": {"id": "<s>", "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}},
+    {"SpecialToken": {"id": "<|endoftext|>", "type_id": 0}},
+]}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", ["BPE", "WordLevel"])
+def test_a_vocabulary_without_the_letter_a(tmp_path, kind):
+    """DNA: "a" has no token in BPE, and is an error in WordLevel without an unknown token."""
+    model = {"type": kind, "vocab": {"A": 0, "C": 1, "G": 2, "T": 3}}
+    model |= {"merges": []} if kind == "BPE" else {"unk_token": "?"}
+    flags = dict.fromkeys(["single_word", "lstrip", "rstrip", "normalized"], False)
+    ends = [
+        {"content": name, "id": i, "special": True, **flags}
+        for i, name in ((4, "<s>"), (5, "<|endoftext|>"))
+    ]
+    path = hf_file(
+        tmp_path / "tokenizer.json", model=model, post_processor=AROUND, added_tokens=ends,
+        decoder={"type": "Fuse"},
+    )  # fmt: skip
+    tokenizer = build_tokenizer("HFTokenizer", path)
+    assert tokenizer.begin == (4,)
+    assert tokenizer.encode_prompt("G T" if kind == "WordLevel" else "GT") == [4, 2, 3]
+    assert tokenizer.token_bytes(np.arange(6)).tolist() == [1, 1, 1, 1, 0, 0]
 
 
 WORDS = {"type": "WordLevel", "vocab": {"a": 0, "b": 0}, "unk_token": "a"}

@@ -55,7 +55,11 @@ def test_estimates_have_two_to_six_digits_and_perplexities():
     )  # fmt: skip
 
 
-def test_intervals_are_scipys_at_95_percent_or_percentiles(monkeypatch):
+def test_intervals_are_scipys_at_the_level_of_few_documents_or_percentiles(monkeypatch):
+    """Student's quantiles with 7 degrees of freedom: 2.36462 at 2.5%, 4.02934 at 0.25%.
+
+    Times sqrt(8 / 7), they are 2.52789 and 4.30755, so the normal tails are 5.737e-3 and 8.25e-6.
+    """
     asked, found = {}, [(0.5, 0.75), (math.nan, 1.0), (1.0, math.nan)]
 
     def bootstrap(data, statistic, **options):
@@ -68,16 +72,39 @@ def test_intervals_are_scipys_at_95_percent_or_percentiles(monkeypatch):
     totals, counts = np.array([2.0, 9.0] * 4), np.array([1.0, 3.0] * 4)
     documents = np.arange(8)
     assert estimate(totals, counts, documents) == Estimate(11 / 4, 0.5, 0.75, 8)
-    assert asked["confidence_level"] == pytest.approx(0.95)
+    assert asked["confidence_level"] == pytest.approx(1 - 2 * 5.737e-3, abs=2e-6)
     assert (asked["n_resamples"], asked["paired"]) == (2000, True)
     assert asked["value"] == 11 / 4
     for _ in range(2):
-        assert estimate(totals, counts, documents) == Estimate(11 / 4, 25.0, 975.0, 8)
+        both = estimate(totals, counts, documents)
+        assert (both.low, both.high) == pytest.approx((5.737, 994.263), abs=2e-3)
     found[:] = [(0.5, 0.75), (math.nan, 1.0)]
     estimate(totals, counts, documents, comparisons=10)
-    assert asked["confidence_level"] == pytest.approx(0.995) and asked["n_resamples"] == 8000
+    assert asked["confidence_level"] == pytest.approx(1 - 2 * 8.25e-6, abs=2e-8)
+    assert asked["n_resamples"] == 8000
     joint = estimate(totals, counts, documents, comparisons=10)
-    assert (joint.low, joint.high) == pytest.approx((2.5, 997.5))
+    assert (joint.low, joint.high) == pytest.approx((0.00825, 999.99175), abs=1e-4)
+
+
+@pytest.mark.parametrize(("documents", "comparisons"), [(8, 1), (16, 1), (16, 18)])
+def test_an_interval_misses_the_mean_of_few_documents_as_rarely_as_it_says(documents, comparisons):
+    """Plain BCa intervals of 8 documents miss it on each side in 6% of the samples."""
+    rng = np.random.default_rng(3)
+    samples = rng.normal(size=(600, documents))
+    found = [
+        estimate(each, np.ones(documents), np.arange(documents), comparisons=comparisons)
+        for each in samples
+    ]
+    missed = np.array([[each.low > 0, each.high < 0] for each in found]).mean()
+    nominal = 0.025 / comparisons
+    assert missed < nominal + 3 * math.sqrt(nominal / 1200)
+
+
+def test_the_memory_of_a_bootstrap_changes_no_interval(monkeypatch):
+    values = np.random.default_rng(0).gamma(2.0, size=300)
+    whole = estimate(values, np.ones(300), np.arange(300))
+    monkeypatch.setattr(intervals, "BATCH", 300 * 37)
+    assert estimate(values, np.ones(300), np.arange(300)) == whole
 
 
 def test_documents_without_counts_are_left_out():

@@ -10,6 +10,7 @@ from types import SimpleNamespace
 import pandas as pd
 
 from megatron.evaluation.suite import context, heads, key_tokens, pointer, recall, ruler
+from megatron.evaluation.suite.intervals import FEWEST
 from megatron.evaluation.suite.measure import Sample
 from tests.cluster import two_hosts
 from tests.distributed.matrix import STEPS, TOLERANCE, all_cells, alternating
@@ -61,24 +62,24 @@ def test_the_measures_of_the_suite():
 
 def test_the_planted_models():
     found = pd.read_csv(RESULTS / "suite_planted.csv")
-    wrong = found[found.right != "yes"].set_index(["seed", "model", "question"]).sort_index()
+    wrong = found[found.right != "yes"]
     windows = [name.split()[-1] for name in found.model.unique() if name.startswith("window")]
-    good = sorted(set(found.seed) - set(wrong.index.get_level_values("seed")))
-    (first, count), (last, _) = Counter(wrong.index.get_level_values("seed")).items()
-    short, long = (wrong.loc[first, model].iloc[0] for model in ("window of 16", "pointer"))
-    assert short.name == "context" and short.answer == "1" and long.name == "words"
-    again = wrong.loc[last]
-    assert [*again.index] == [("pointer", "words")] and count == 2
-    assert again.answer.iloc[0] == long.answer
+    short, long = (wrong[wrong.model == name] for name in (f"window of {windows[0]}", "pointer"))
+    assert {*short.question} == {"context"} and {*short.answer} == {"1"}
+    assert {*long.question} == {"words"} and len({*long.answer}) == len({*long.expected}) == 1
+    both = sorted({*short.seed} & {*long.seed})
     places = found[(found.question == "copy") & (found.model == "pointer")].expected
     length, longest = QUICKSTART.model.seq_length, max(QUICKSTART.evaluation.eval_lengths)
+    first, last = sorted({*found.seed} - {*both})[0], sorted(found.seed)[-1]
     says(
         "lab/suite",
         f"with a window of {windows[0]}, of {windows[1]} and without limit",
-        f"On seeds {good[0]} and {good[1]}, which were used",
-        f"the first fresh seed ({first}) had shown two such answers: no use of context beyond the"
-        f" last token for the window of {windows[0]}, and common words up to {long.answer} instead"
-        f" of {long.expected} tokens for the pointer. Seed {last} was drawn",
+        f"On {word(len(short))} seeds, no use of context beyond the last token is seen in the"
+        f" window of {windows[0]}. On {word(len(long))} seeds, the pointer's common words are found"
+        f" up to {long.answer.iloc[0]} instead of {long.expected.iloc[0]} tokens. Seeds {first}",
+        f"the first fresh seed ({both[0]}) had shown both. Seed {last} was drawn",
+        f"these {word(len(wrong))} are wrong, too",
+        f"those of {FEWEST} documents missed",
         f"the places that are found out of {places.iloc[0].count('@')}, and",
         f"trained at {length} tokens and read at {longest:,}, begins",
         f"Text beyond {length} tokens offers",

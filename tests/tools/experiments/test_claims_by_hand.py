@@ -10,7 +10,10 @@ import pytest
 from scipy import stats
 
 from tests.tools.experiments.test_experiment_statistics import grid
+from tools.experiments import grid_report
 from tools.experiments.claims import p_value, significant, verdicts
+from tools.experiments.moved_theta import VALUES
+from tools.experiments.results import of_run
 
 
 def table(metric, **values):
@@ -38,10 +41,11 @@ def one(results, **claim):
     ("claim", "by", "factor"), [("below", 20, 0.8), ("above", 25, 1.25), ("within", 25, 1.25)]
 )
 def test_percents_are_of_the_other_side(claim, by, factor):
-    """Without any spread, a permille beyond the margin decides: p is 0 or 1."""
+    """Without any spread, a permille beyond the margin decides, by the signs of three seeds."""
     other = np.array([4.0, 5.0, 8.0])
     for more in (0.999, 1.001):
-        expected = float((more < 1) == (claim == "above"))
+        against = (more < 1) == (claim == "above")
+        expected = float(against) if claim == "within" else (7 if against else 1) / 8
         results = table("perplexity", a={64: factor * more * other}, b={64: other})
         found = one(results, claim=claim, of=side("a"), than=side("b"), by=by)
         assert found.p == pytest.approx(expected, abs=1e-6)
@@ -53,7 +57,7 @@ def test_a_change_from_a_reference_on_is_compared_by_seed():
     a, b = np.array([4.0, 5.0, 8.0]), np.array([9.0, 1.0, 2.0])
     results = table("perplexity", a={32: a, 64: 0.8 * a}, b={32: b, 64: 0.64 * b})
     from_32 = {"of": side("a"), "than": side("b"), "relative_to": {"length": 32}}
-    for by, p in ((24.9, 0.0), (25.1, 1.0)):
+    for by, p in ((24.9, 1 / 8), (25.1, 7 / 8)):
         found = one(results, claim="above", by=by, **from_32)
         assert found.change == pytest.approx(25) and found.p == pytest.approx(p, abs=1e-6)
     assert one(results, claim="differs", of=side("a"), than=side("b")).p > 0.05
@@ -75,11 +79,11 @@ def test_a_seed_without_its_reference_does_not_count():
 def test_shares_of_right_answers_differ_by_points(claim):
     sign = -1 if claim == "below" else 1
     other = np.array([0.5, 0.6, 0.8])
-    for more, shown in ((0.11, True), (0.09, False)):
+    for more, p in ((0.11, 1 / 8), (0.09, 7 / 8)):
         results = table("exact", a={64: other + sign * more}, b={64: other})
         found = one(results, claim=claim, of=side("a"), than=side("b"), by=10, metric="exact")
         assert found.change == pytest.approx(100 * sign * more)
-        assert (found.p < 0.05) == shown
+        assert found.p == pytest.approx(p)
 
 
 def test_the_interval_is_students():
@@ -129,14 +133,15 @@ def test_differs_is_never_contradicted():
 
 def test_values_without_spread_are_on_one_side():
     a = np.array([1.0, 2.0, 3.0])
-    assert [p_value(a + 1, a, claim) for claim in ("below", "above", "differs")] == [1.0, 0.0, 0.0]
-    assert [p_value(a - 1, a, claim) for claim in ("below", "above", "differs")] == [0.0, 1.0, 0.0]
-    assert p_value(a, a, "below", 0.5) == 1.0 and p_value(a, a, "above", 0.5) == 1.0
+    kinds = ("below", "above", "differs")
+    assert [p_value(a + 1, a, claim) for claim in kinds] == [7 / 8, 1 / 8, 1 / 4]
+    assert [p_value(a - 1, a, claim) for claim in kinds] == [1 / 8, 7 / 8, 1 / 4]
+    assert p_value(a, a, "below", 0.5) == p_value(a, a, "above", 0.5) == 7 / 8
 
 
 def test_marks_need_two_seeds_and_finite_values():
     base = [4.0, 5.0, 8.0]
-    rows = {"a": {64: base, 128: base}, "b": {64: [2 * x for x in base], 128: base}}
+    rows = {"a": {64: base, 128: base}, "b": {64: [8.0, 10.01, 16.0], 128: base}}
     results = table("perplexity", **rows)
     assert significant(results, "embedding", "a", "perplexity", 0.05) == {("b", 64)}
     single = results[results["seed"] == 0]
@@ -146,12 +151,25 @@ def test_marks_need_two_seeds_and_finite_values():
     good = (results["seed"] > 0) | (results["embedding"] == "a")
     broken = results.assign(value=results["value"].where(good, math.inf))
     assert significant(broken, "embedding", "a", "perplexity", 0.05) == set()
-    certain = table("perplexity", a={64: [1.0, 1.0]}, b={64: [2.0, 2.0]})  # ln 1 = 0
+    certain = table("perplexity", a={64: [1.0, 1.0]}, b={64: [2.0, 2.01]})  # ln 1 = 0
     assert significant(certain, "embedding", "a", "perplexity", 0.05) == {("b", 64)}
     apart = (results["seed"] == 0) == (results["embedding"] == "a")  # no seed in common
     assert significant(results[apart], "embedding", "a", "perplexity", 0.05) == set()
     both = pd.concat([results, results.assign(metric="loss", value=1.0)])
     assert significant(both, "embedding", "a", "perplexity", 0.05) == {("b", 64)}
+
+
+def test_a_run_whose_loss_is_not_a_number_is_not_left_out(tmp_path):
+    """Without it, the others of its row would look like the mean of all seeds."""
+    (tmp_path / "extrapolation.csv").write_text("length,loss,perplexity\n64,2,7.4\n128,nan,nan\n")
+    found, _ = of_run(tmp_path)
+    ends = found.set_index(["length", "metric"])["value"]
+    assert ends[64, "loss"] == 2.0 and ends[128, "loss"] == ends[128, "perplexity"] == math.inf
+    results = table("perplexity", a={128: [11.0, 12.0, math.inf]}, b={128: [11.0, 12.0, 13.0]})
+    moved = pd.DataFrame(columns=["embedding", "parameter", "seed", "folder", *VALUES])
+    results = results.assign(folder="none")
+    [part] = grid_report.sections(results, moved, "embedding", "perplexity", None, False, "x")
+    assert part.table["128"].tolist() == ["inf", "12.00 ± 1.00"]
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,8 @@ import pandas as pd
 import pytest
 from scipy import stats
 
+from tests.tools.experiments.test_report_page import HEAD
+from tools.experiments import grid_report
 from tools.experiments.claims import holm, p_value, significant, verdicts
 from tools.experiments.description import Description, Endpoint
 from tools.experiments.grid import Grid
@@ -52,7 +54,17 @@ def test_values_without_any_spread():
     assert p_value(a, a, "within", 0.01) == p_value(a, a, "equal", 0.01) == 0
     assert p_value(a, a, "below") == p_value(a, a, "above") == 0.5
     assert p_value(a, a, "differs") == 1
-    assert p_value(a, a + 1, "below") == 0
+    assert p_value(a, a + 0.004, "within", 0.01) == p_value(a, a + 0.004, "equal", 0.01) == 0
+
+
+def test_equal_differences_are_judged_by_their_signs():
+    """Three seeds with 10 more of 100 right: chance gives such signs in 1 of 8 cases."""
+    few, more = np.array([0.7, 0.4, 0.97]), np.array([0.6, 0.3, 0.87])
+    assert np.ptp(few - more) > 0  # by rounding alone
+    assert p_value(few, more, "above") == 1 / 8 and p_value(few, more, "below") == 7 / 8
+    assert p_value(more, few, "below") == 1 / 8 and p_value(more, few, "above") == 7 / 8
+    assert p_value(few, more, "differs") == 1 / 4
+    assert p_value(few[:2], more[:2], "differs") == 1 / 2
 
 
 def test_holm_on_a_textbook_example():
@@ -136,7 +148,21 @@ def test_only_seeds_of_both_sides_count_and_one_is_too_few():
     assert verdicts(grid(P1=claim), one)[0].word == "not tested"
     assert verdicts(grid(P1=claim), RUNS.iloc[:0])[0].word == "not tested"
     diverged = RUNS.assign(value=RUNS["value"].where(RUNS["embedding"] == "log", math.inf))
-    assert verdicts(grid(P1=claim), diverged)[0].word == "not tested"
+    [lost] = verdicts(grid(P1=claim), diverged)
+    [few] = verdicts(grid(P1=claim), one)
+    assert lost.word == few.word == "not tested"
+    shown = grid_report.page("md", HEAD, [], [lost, few], [])
+    assert "A value is not finite." in shown and "Too few runs have measured it." in shown
+
+
+def test_shares_of_right_answers_differ_by_points():
+    shares = RUNS[RUNS["metric"] == "loss"].assign(metric="exact")
+    claim = {"claim": "below", "of": LOG, "than": {"embedding": "alibi"}, "metric": "exact"}
+    [found] = verdicts(grid(P1=claim), shares)
+    change, _ = grid_report.change_of(found)
+    assert change == f"{100 * (1.995 - 2.22 + 2.097 - 2.31 + 1.945 - 2.15) / 3:+.2f} points"
+    [ratio] = verdicts(grid(P1=claim | {"metric": "loss"}), RUNS)
+    assert grid_report.change_of(ratio)[0].endswith("%")
 
 
 def test_marks_are_corrected_over_the_table():
