@@ -85,7 +85,7 @@ def parse_arguments() -> argparse.Namespace:
     add("--repetition-penalty", type=number(float, 0.01), default=1.0, metavar="R", help=text)
     text = "end before TEXT; repeatable"
     add("--stop", action="append", dest="stops", default=[], metavar="TEXT", help=text)
-    add("--endless", action="store_true", help="never choose the end-of-document token")
+    add("--endless", action="store_true", help="never choose a token that ends texts")
     add("--seed", type=int, default=0, help="of the random numbers [0]")
     add("--batch-size", type=number(int, 1), default=8, metavar="N", help="prompts at a time [8]")
     text = "one JSON object per prompt and line"

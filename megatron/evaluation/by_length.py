@@ -182,7 +182,7 @@ def evaluate_lengths(
     config, groups, pos = model.config, model.groups, model.module.pos
     chosen, lengths = config.evaluation, sorted(set(config.evaluation.eval_lengths))
     measurement, span = measurement_of(
-        config, groups, model.loss_fn, model.tokenizer, text, chosen.eval_tokens, chosen.eval_split
+        config, groups, model.loss_fn, model.tokenizer, text, chosen.eval_tokens
     )
     results = measurement.at_lengths(lengths, say)
     baselines: dict[str, LengthResult] = {}
@@ -211,26 +211,25 @@ def evaluate_lengths(
 
 
 def measurement_of(
-    config: Config, groups: Groups, loss_fn: LossFn, tokenizer: Tokenizer, text: Text, tokens: int,
-    split: str,
-) -> tuple[Measurement, int]:  # fmt: skip
+    config: Config, groups: Groups, loss_fn: LossFn, tokenizer: Tokenizer, text: Text, tokens: int
+) -> tuple[Measurement, int]:
     """Return a `Measurement` on the config's text, and the largest number of target tokens.
 
     Args:
         loss_fn: The function that returns the loss of each target token.
         tokenizer: The tokenizer with which the text was made.
+        text: The text, of which the split `eval_split` is read.
         tokens: The maximum number of target tokens at each length.
-        split: The split of `text` that is read.
 
     Raises:
         DataError: The text is shorter than one sequence of the largest length.
     """
     chosen, lengths = config.evaluation, config.evaluation.eval_lengths
-    documents = text.splits[SPLITS.index(split)]
+    documents = text.splits[SPLITS.index(chosen.eval_split)]
     span = eval_span(text.shards, documents, lengths, tokens)
     if span == 0:
         raise DataError(
-            f"the {split} split ({documents[1] - documents[0]} documents) is shorter "
+            f"the {chosen.eval_split} split ({documents[1] - documents[0]} documents) is shorter "
             f"than one sequence of {max(lengths)} tokens; evaluate shorter lengths, or give it a "
             "larger part of `split`"
         )

@@ -57,8 +57,7 @@ def _by_length(data: JobData, model: Callable[..., torch.Tensor]) -> dict[str, f
         return {f"validation/exact_at_{length}": each for length, each in exact.items()}
     batch = config.batch.train_batch_size * config.model.seq_length
     tokens = max(config.training.eval_iters * batch, *lengths)
-    given = config, groups, model, data.tokenizer, data.text, tokens
-    measurement, _ = measurement_of(*given, "valid")
+    measurement, _ = measurement_of(config, groups, model, data.tokenizer, data.text, tokens)
     return {f"validation/loss_at_{n}": measurement.at_length(n).loss for n in lengths}
 
 

@@ -226,7 +226,12 @@ def generation_of(asked: dict[str, Any], max_length: int) -> tuple[dict[str, Any
     Raises:
         DataError: This project does not support an option, or it leaves no room for a context.
     """
-    options = dict[str, Any](normalize_gen_kwargs(asked, MAX_GEN_TOKS))
+    try:
+        options = dict[str, Any](normalize_gen_kwargs(asked, MAX_GEN_TOKS))
+        temperature = float(options.get("temperature", 1.0)) if options["do_sample"] else 0.0
+        kept = int(options.get("top_k") or 0) or None, float(options.get("top_p") or 1.0)
+    except (TypeError, ValueError) as error:
+        raise DataError(f"generation_kwargs: {asked}: not a number ({error})") from error
     one_beam = {"num_beams"} if options.get("num_beams") == 1 else set[str]()  # no beam search
     if unknown := sorted(options.keys() - _GENERATION - one_beam):
         raise DataError(
@@ -238,6 +243,4 @@ def generation_of(asked: dict[str, Any], max_length: int) -> tuple[dict[str, Any
             f"max_gen_toks {options['max_gen_toks']} leaves no room for a context within "
             f"--max_length {max_length}"
         )
-    temperature = float(options.get("temperature", 1.0)) if options["do_sample"] else 0.0
-    how = Sampling(temperature, options.get("top_k") or None, options.get("top_p") or 1.0)
-    return options, how, room
+    return options, Sampling(temperature, *kept), room

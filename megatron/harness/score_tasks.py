@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from lm_eval.api.task import ConfigurableTask
 from lm_eval.evaluator import simple_evaluate
 from lm_eval.tasks import TaskManager
 from lm_eval.utils import handle_non_serializable, make_table, simple_parse_args_string
@@ -45,7 +46,7 @@ def score(
 
     Raises:
         CheckpointError: `load` contains no checkpoint, or the checkpoint does not fit the config.
-        DataError: A task does not exist or cannot be loaded, or the harness refuses to score it.
+        DataError: A task does not exist or cannot be loaded, or has an option that cannot be used.
     """
     # Must be called inside `harness_packages`. If `log_samples` is true, the questions and answers
     # of each task are written to a second file, whose name ends in `.samples.json`.
@@ -62,21 +63,17 @@ def score(
         sizes = {"max_length": manager.max_length, "batch_size": batch_size, "seed": seed}
         adapter = RunModel(run.model, run.tokenizer, groups.model, info=info, **sizes)
         print(run.said()) if groups.is_main else None
-        try:
-            results: Any = simple_evaluate(
-                model=adapter, tasks=found, task_manager=manager, batch_size=batch_size,
-                fewshot_random_seed=seed, **asked,
-            )  # fmt: skip
-        except ValueError as error:  # such as more examples in a prompt than the task has
-            raise DataError(f"the harness refuses: {error}") from error
+        results: Any = simple_evaluate(
+            model=adapter, tasks=found, task_manager=manager, batch_size=batch_size,
+            fewshot_random_seed=seed, **asked,
+        )  # fmt: skip
         if groups.is_main:
             for column in [each for each in ("results", "groups") if each in results]:
                 show(make_table(results, column))
             samples = results.pop("samples", None)
             more = write and write.with_name(f"{write.name.removesuffix('.json')}.samples.json")
-            files = {write: results, more: samples} if write and more else {}
-            for path, content in files.items():
-                if content is not None:
+            for path, content in ((write, results), (more, samples)):
+                if path and content is not None:
                     text = json.dumps(content, indent=2, default=handle_non_serializable)
                     write_text(path, text + "\n")
                     print(f"written to {path}")
@@ -99,7 +96,8 @@ class _Tasks(TaskManager):
         except Exception as error:  # each task's code and data raise errors of their own
             raise DataError(f"a task cannot be loaded: {type(error).__name__}: {error}") from error
         for task in loaded["tasks"].values():  # before any other task is scored, for hours
-            if task.OUTPUT_TYPE == "generate_until":
+            # A class may have this type by default, and make no such requests.
+            if type(task) is ConfigurableTask and task.OUTPUT_TYPE == "generate_until":
                 given = task.get_config("generation_kwargs") or {}
                 generation_of(given | self.replaced, self.max_length)
         return loaded

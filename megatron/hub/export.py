@@ -192,7 +192,8 @@ def _values(config: Config, model: GPT) -> dict[str, Any]:
 def _write(hub: HubModel, run: OpenRun, folder: Path) -> None:
     """Write the configuration, the weights and the code of an export to `folder`."""
     end, unused = run.tokenizer.eod, range(run.tokenizer.vocab_size, run.model.shape.vocab_size)
-    generation = {"eos_token_id": end, "pad_token_id": end, "suppress_tokens": [*unused] or None}
+    ends = sorted(run.tokenizer.ends) if len(run.tokenizer.ends) > 1 else end
+    generation = {"eos_token_id": ends, "pad_token_id": end, "suppress_tokens": [*unused] or None}
     for name, content in (("config", hub.config), ("generation_config", generation)):
         text = json.dumps(content, indent=2, default=dict)
         (folder / f"{name}.json").write_text(text + "\n", encoding="utf-8")

@@ -80,13 +80,12 @@ def _text(config: Config) -> Iterator[Finding]:
         f"text to train on {tokens:,} tokens in {last - first:,} of {len(sizes):,} documents; "
         f"the run reads {wanted:,} = {wanted / max(1, tokens):.3g} epochs{none}",
     )
-    measured, longest = config.evaluation, max(config.evaluation.eval_lengths, default=0)
-    for name in {measured.eval_split, *(["valid"] if measured.eval_lengths_interval else [])}:
-        first, last = splits[SPLITS.index(name)]
-        held = int(sizes[first:last].sum(dtype="int64"))
-        if not data.train_data_paths and held <= longest > 0:
-            text = f"split: the {name} split has {held:,} tokens in {last - first:,} documents, too"
-            yield True, f"{text} few for eval_lengths up to {longest:,}; give it a larger weight"
+    name, longest = config.evaluation.eval_split, max(config.evaluation.eval_lengths, default=0)
+    first, last = splits[SPLITS.index(name)]
+    held = int(sizes[first:last].sum(dtype="int64"))
+    if not data.train_data_paths and held <= longest > 0:
+        text = f"split: the {name} split has {held:,} tokens in {last - first:,} documents, too few"
+        yield True, f"{text} for eval_lengths up to {longest:,}; give it a larger weight"
 
 
 def _missing_files(data: DataConfig) -> Iterator[str]:

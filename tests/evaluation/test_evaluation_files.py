@@ -155,8 +155,10 @@ def test_a_split_that_is_too_short_is_an_error(tmp_path):
     config = load_config([path])
     tokenizer = tokenizer_of(config)
     text = open_text(config, tokenizer)
-    with pytest.raises(DataError, match=r"^the test split \(1 documents\) is shorter than one seq"):
-        measurement_of(config, CPU, Model("alibi"), tokenizer, text, 128, "test")
+    with pytest.raises(
+        DataError, match=r"^the valid split \(1 documents\) is shorter than one seq"
+    ):
+        measurement_of(config, CPU, Model("alibi"), tokenizer, text, 128)
 
 
 @pytest.fixture

@@ -33,8 +33,8 @@ def job(tmp_path, monkeypatch):
             calls.append((loader, count, counting))
             return 2.5
 
-        def measured(config, groups, model, tokenizer, text, tokens, split):
-            calls.append((split, tokens))
+        def measured(config, groups, model, tokenizer, text, tokens):
+            calls.append(("tokens", tokens))
             at = lambda length: SimpleNamespace(loss=length / 100)  # noqa: E731
             return SimpleNamespace(at_length=at), None
 
@@ -67,14 +67,14 @@ def test_a_validation_skips_the_batches_of_earlier_ones(job):
 
 def test_lengths_are_measured_at_their_interval(job):
     """A validation reads 5 batches of 8 sequences of 16 tokens: 640 tokens."""
-    data, engine, calls = job(eval_split="test")  # of the final measurement
+    data, engine, calls = job()
     assert validation(data, engine, 6) == {
         "validation/loss": 2.5, "validation/loss_at_32": 0.32, "validation/loss_at_64": 0.64
     }  # fmt: skip
-    assert calls == [("valid", 1), *LOSS, "eval", ("valid", 640), "train"]
+    assert calls == [("valid", 1), *LOSS, "eval", ("tokens", 640), "train"]
     data, engine, calls = job(eval_iters=0)
     validation(data, engine, 6)
-    assert calls == ["eval", ("valid", 64), "train"]  # one sequence of the longest length
+    assert calls == ["eval", ("tokens", 64), "train"]  # one sequence of the longest length
 
 
 def test_a_length_task_has_accuracies_but_not_in_a_pipeline(job, monkeypatch):

@@ -29,7 +29,8 @@ def test_mistakes(run, call, tmp_path, monkeypatch):
     for args, code, message in [
         ((run,), 2, "--tasks"),
         ((*own, "--gen_kwargs", "repetition_penalty=2"), 1, "repetition_penalty cannot be used"),
-        ((*own[:4], "local_choice", "--num_fewshot", 9), 1, "the harness refuses: Sample larger"),
+        ((*own, "--gen_kwargs", "top_p=hot,do_sample=true"), 1, "not a number (could not convert"),
+        ((*own, "--gen_kwargs", "temperature=none"), 1, "generation_kwargs: {'until': "),
         ((*own, "--max_length", 12), 1, "max_gen_toks 12 leaves no room for a context within"),
         (("--tasks", "a"), 2, "name the run folder: RUN"),
         ((tmp_path / "no", "--tasks", "a"), 1, "no: there is no such folder"),

@@ -128,7 +128,8 @@ def of_run(folder: Path, record: Record | None = None) -> tuple[Frame, list[str]
         table = read_table(path)
         metrics = [name for name in METRICS if name in table]
         if metrics and "length" in table and table["length"].is_unique:
-            table = table.fillna({name: math.inf for name in metrics if METRICS[name]})
+            # A loss that is not a number is that of a diverged run, and must not be left out.
+            table = table.fillna({x: math.inf for x in metrics if METRICS[x] and path in own})
             parts.append(_checked(path, table.melt("length", metrics, "metric", "value")))
     for name, metric in (CURVES | GAINS).items():
         path = run.suite / f"{name}.csv"

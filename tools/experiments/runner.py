@@ -120,6 +120,7 @@ class Runner:
         """
         waiting, begun, reported = deque(cells), time.monotonic(), time.monotonic()
         self._total, self._work, self._ended = len(cells), float(len(cells)), 0.0
+        self._most = min(self._most, len(cells))
         try:
             while (waiting and not self.signals) or self._running:
                 while waiting and self._free and not self.signals:
@@ -191,8 +192,7 @@ class Runner:
         self._running.append(each)
         if self.signals:  # it came before the list had this cell
             process.send_signal(signal.SIGTERM)
-        begins, log = "resumes" if before else "starts", RunFolder(cell.folder).log
-        self._say(f"{cell.name}: {begins}, log in {log}")
+        self._say(f"{cell.name}: {'resumes' if before else 'starts'}, log in {log.name}")
 
     def _end(self, each: _Running) -> None:
         from megatron.engine.errors import CheckpointError

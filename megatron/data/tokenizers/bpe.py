@@ -42,7 +42,8 @@ class HFTokenizer(Tokenizer):
             if getattr(self.reference.model, "dropout", None):  # each text must have one encoding
                 self.reference.model.dropout = None
             vocabulary, end = self.reference.get_vocab(with_added_tokens=True), END_OF_DOCUMENT
-            self._known, template = _known_text(self.reference, vocabulary)
+            words = sorted(self.reference.get_vocab(with_added_tokens=False))
+            self._known, template = _known_text(self.reference, words)
             self.begin = tuple(template.ids[: [*template.special_tokens_mask, 0].index(0)])
         own_end = _eos_token(Path(vocab_file).with_name("tokenizer_config.json")) or end
         if end not in vocabulary:
@@ -121,7 +122,8 @@ def _eos_token(path: Path) -> str | None:
         return None
     with fault_in_file(f"{path}: is not a tokenizer_config.json"):
         token = json.loads(path.read_bytes()).get("eos_token")
-        return token["content"] if isinstance(token, dict) else token
+        token = token["content"] if isinstance(token, dict) else token
+        return token if isinstance(token, str) else None
 
 
 class GPT2BPETokenizer(HFTokenizer):

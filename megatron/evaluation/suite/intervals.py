@@ -13,6 +13,9 @@ more than twice as often as they should. So the tail probability a becomes
 
 where t_a is the quantile of Student's t with n - 1 degrees of freedom (the expanded interval of
 Hesterberg 2015, arXiv 1411.5279). With many documents, this is a itself.
+
+For k intervals at once, a is divided by k (Bonferroni). So far out, a resample of few documents has
+no values. Therefore the distance of both ends from the value is multiplied by t_{a/k} / t_a.
 """
 
 from __future__ import annotations
@@ -107,15 +110,16 @@ def estimate(
         return Estimate(value, value, value, n)
     if n < FEWEST:
         return Estimate(value, np.nan, np.nan, n)
-    tail = stats.t.ppf((1 - LEVEL / 100) / comparisons / 2, n - 1)
-    tail = float(stats.norm.cdf(math.sqrt(n / (n - 1)) * tail))
+    a = (1 - LEVEL / 100) / 2
+    joint, single = stats.t.ppf([a / comparisons, a], n - 1)
+    tail = float(stats.norm.cdf(math.sqrt(n / (n - 1)) * single))
     with warnings.catch_warnings(action="ignore"):  # of an interval that BCa cannot give
         found = stats.bootstrap(
             (total_d, count_d),
             _ratio,
             paired=True,
             vectorized=True,
-            n_resamples=RESAMPLES * min(comparisons, 4),
+            n_resamples=RESAMPLES,
             batch=max(1, BATCH // n),
             confidence_level=1 - 2 * tail,
             rng=np.random.default_rng(0),
@@ -123,7 +127,8 @@ def estimate(
     low, high = found.confidence_interval
     if np.isnan(low) or np.isnan(high):
         low, high = np.quantile(found.bootstrap_distribution, (tail, 1 - tail))
-    return Estimate(value, float(low), float(high), n)
+    low, high = (value + joint / single * (float(end) - value) for end in (low, high))
+    return Estimate(value, low, high, n)
 
 
 def mean_of(losses_nT: np.ndarray, documents: np.ndarray, *, comparisons: int = 1) -> Estimate:

@@ -124,6 +124,9 @@ def test_a_vocabulary_without_the_letter_a(tmp_path, kind):
     assert tokenizer.begin == (4,)
     assert tokenizer.encode_prompt("G T" if kind == "WordLevel" else "GT") == [4, 2, 3]
     assert tokenizer.token_bytes(np.arange(6)).tolist() == [1, 1, 1, 1, 0, 0]
+    for content, ends in (('{"eos_token": ["A"]}', {5}), ('{"eos_token": "T"}', {5, 3})):
+        (tmp_path / "tokenizer_config.json").write_text(content)
+        assert build_tokenizer("HFTokenizer", path).ends == ends
 
 
 WORDS = {"type": "WordLevel", "vocab": {"a": 0, "b": 0}, "unk_token": "a"}

@@ -58,7 +58,7 @@ def test_estimates_have_two_to_six_digits_and_perplexities():
 def test_intervals_are_scipys_at_the_level_of_few_documents_or_percentiles(monkeypatch):
     """Student's quantiles with 7 degrees of freedom: 2.36462 at 2.5%, 4.02934 at 0.25%.
 
-    Times sqrt(8 / 7), they are 2.52789 and 4.30755, so the normal tails are 5.737e-3 and 8.25e-6.
+    The first, times sqrt(8 / 7), is 2.52789, so the normal tail is 5.737e-3.
     """
     asked, found = {}, [(0.5, 0.75), (math.nan, 1.0), (1.0, math.nan)]
 
@@ -80,24 +80,28 @@ def test_intervals_are_scipys_at_the_level_of_few_documents_or_percentiles(monke
         assert (both.low, both.high) == pytest.approx((5.737, 994.263), abs=2e-3)
     found[:] = [(0.5, 0.75), (math.nan, 1.0)]
     estimate(totals, counts, documents, comparisons=10)
-    assert asked["confidence_level"] == pytest.approx(1 - 2 * 8.25e-6, abs=2e-8)
-    assert asked["n_resamples"] == 8000
     joint = estimate(totals, counts, documents, comparisons=10)
-    assert (joint.low, joint.high) == pytest.approx((0.00825, 999.99175), abs=1e-4)
+    assert asked["confidence_level"] == pytest.approx(1 - 2 * 5.737e-3, abs=2e-6)
+    wider = 4.02934 / 2.36462
+    assert joint.low == pytest.approx(2.75 + wider * (5.737 - 2.75), abs=0.02)
+    assert joint.high == pytest.approx(2.75 + wider * (994.263 - 2.75), abs=0.02)
 
 
-@pytest.mark.parametrize(("documents", "comparisons"), [(8, 1), (16, 1), (16, 18)])
+@pytest.mark.parametrize(("documents", "comparisons"), [(8, 1), (16, 1), (8, 18)])
 def test_an_interval_misses_the_mean_of_few_documents_as_rarely_as_it_says(documents, comparisons):
-    """Plain BCa intervals of 8 documents miss it on each side in 6% of the samples."""
+    """Plain BCa intervals of 8 documents miss it on each side in 6% of the samples.
+
+    Of 18 intervals, each of which had the resamples of a joint level, 0.7% did, instead of 0.14%.
+    """
     rng = np.random.default_rng(3)
-    samples = rng.normal(size=(600, documents))
+    samples = rng.normal(size=(1200, documents))
     found = [
         estimate(each, np.ones(documents), np.arange(documents), comparisons=comparisons)
         for each in samples
     ]
     missed = np.array([[each.low > 0, each.high < 0] for each in found]).mean()
     nominal = 0.025 / comparisons
-    assert missed < nominal + 3 * math.sqrt(nominal / 1200)
+    assert missed < 1.4 * nominal + 3 * math.sqrt(nominal / 2400)
 
 
 def test_the_memory_of_a_bootstrap_changes_no_interval(monkeypatch):

@@ -88,6 +88,9 @@ def test_cells_share_the_cores(grid, monkeypatch, cores, given, threads):
         monkeypatch.setenv("OMP_NUM_THREADS", given)
     assert sweep.main([str(grid), "--jobs", "2"]) == 0
     assert [each.threads for each in Fake.started] == [threads] * 4
+    if cores == 12 and not given:  # a single cell of two processes, whatever may run beside it
+        assert sweep.main([str(grid), "--jobs", "8", "--cell", "0"]) == 0
+        assert Fake.started[-1].threads == "6"
 
 
 def test_a_signal_while_a_cell_starts_and_a_second_one(grid, monkeypatch):
