@@ -20,7 +20,6 @@ from tokenizers import AddedToken, Tokenizer, pre_tokenizers
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
 from megatron.data.tokenizers.build import build_tokenizer
-from megatron.data.tokenizers.byte_level import ByteLevelTokenizer
 from megatron.data.tokenizers.fast_bpe import DIFFICULT_TEXTS
 from megatron.engine.checkpoint.saved_checkpoints import newest
 from megatron.engine.errors import HubError
@@ -215,16 +214,6 @@ assert texts("def ", "import os, é") == texts("def ") + texts("import os, é")
         [sys.executable, "-c", code], cwd=tmp_path, env=environment, capture_output=True, text=True
     )
     assert done.returncode == 0, done.stderr
-
-
-def test_an_export_ends_texts_where_generate_does(run, call, tmp_path, monkeypatch):
-    """A chat model's end of turn is no end of a document, which pads texts."""
-    for ends, written in (({256}, 256), ({256, 7}, [7, 256])):
-        monkeypatch.setattr(ByteLevelTokenizer, "ends", ends)
-        folder = tmp_path / f"out{len(ends)}"
-        call(run, folder)
-        found = json.loads((folder / "generation_config.json").read_text())
-        assert (found["eos_token_id"], found["pad_token_id"]) == (written, 256)
 
 
 def test_weights_are_stored_in_the_dtype_of_the_run_or_of_the_option(run, call, tmp_path):

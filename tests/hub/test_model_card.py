@@ -122,6 +122,16 @@ def test_generation_goes_beyond_the_training_length_without_a_warning(run, expor
     assert not [each for each in caplog.messages if "length" in each], caplog.messages
 
 
+@pytest.mark.parametrize(("turn", "written"), [(set(), 256), ({7}, [7, 256])])
+def test_an_export_ends_texts_where_generate_does(run, tmp_path, turn, written):
+    """A chat model's end of turn is no end of a document, which pads texts."""
+    run.tokenizer.ends = {256} | turn
+    (tmp_path / "out").mkdir()
+    export(run, tmp_path / "out")
+    found = json.loads((tmp_path / "out" / "generation_config.json").read_text())
+    assert (found["eos_token_id"], found["pad_token_id"]) == (written, 256)
+
+
 def test_an_older_export_and_a_model_saved_by_transformers_are_imported(run, exported, tmp_path):
     wanted = newest(tmp_path / "run").weights()
     model = AutoModelForCausalLM.from_pretrained(exported, trust_remote_code=True)
