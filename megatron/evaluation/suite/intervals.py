@@ -34,7 +34,7 @@ RESAMPLES = 2000
 LEVEL = 95.0
 """The level of the intervals, in percent."""
 BATCH = 1 << 22
-"""The number of values that the bootstrap keeps in memory at a time. They do not change results."""
+"""The bootstrap keeps about this many values in memory at a time. Results do not depend on it."""
 FEWEST = 8
 """The least number of documents for an interval. With fewer, bootstrap intervals are false."""
 SMALLEST = 0.001
