@@ -104,11 +104,8 @@ def _continue(
         before: The number of earlier prompts. The random numbers depend on it.
     """
     model, tokenizer = run.model, run.tokenizer
-    prompts = (
-        [[*tokenizer.begin] or [tokenizer.eod]]
-        if texts is None
-        else _encoded(texts, tokenizer, model)
-    )
+    start = [*tokenizer.begin] or [tokenizer.eod]
+    prompts = [start] if texts is None else _encoded(texts, tokenizer, model)
     copies = [(n, k) for n in range(len(prompts)) for k in range(options.samples)]
     prompts = [prompts[n] for n, _ in copies]
     texts = [(texts or [""])[n] for n, _ in copies]

@@ -2,10 +2,9 @@
 
 import json
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from functools import cached_property
-from itertools import islice
 from pathlib import Path
 from typing import Any, cast
 
@@ -42,8 +41,7 @@ class HFTokenizer(Tokenizer):
             if getattr(self.reference.model, "dropout", None):  # each text must have one encoding
                 self.reference.model.dropout = None
             vocabulary, end = self.reference.get_vocab(with_added_tokens=True), END_OF_DOCUMENT
-            words = sorted(self.reference.get_vocab(with_added_tokens=False))
-            self._known, template = _known_text(self.reference, words)
+            self._known, template = _known_text(self.reference)
             self.begin = tuple(template.ids[: [*template.special_tokens_mask, 0].index(0)])
         own_end = _eos_token(Path(vocab_file).with_name("tokenizer_config.json")) or end
         if end not in vocabulary:
@@ -105,10 +103,15 @@ class HFTokenizer(Tokenizer):
         return self._canonical.encode()
 
 
-def _known_text(reference: tokenizers.Tokenizer, words: Iterable[str]) -> tuple[str, Any]:
-    """Return a text with a token of its own, and its encoding: "a", or one of `words`."""
-    # Vocabularies of proteins have no "a". Then it is an error, or gives no token.
-    for text in ("a", *islice(words, 1000)):
+def _known_text(reference: tokenizers.Tokenizer) -> tuple[str, Any]:
+    """Return a text with a token of its own, and its encoding: "a", or a token's text."""
+
+    # Vocabularies of DNA have no "a". Then it is an error, or gives no token.
+    def candidates() -> Iterator[str]:
+        yield "a"
+        yield from sorted(reference.get_vocab(with_added_tokens=False))[:1000]
+
+    for text in candidates():
         with suppress(Exception):
             encoding = reference.encode(text)
             if 0 in encoding.special_tokens_mask:
