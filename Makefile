@@ -35,7 +35,7 @@ oldest: ## Fast tests and kernels with the oldest packages that pyproject.toml a
 	.ci/oldest
 
 docs: ## docs/configuration.md, then the site in site/
-	python tools/pages/reference.py
+	python docs/site/reference.py
 	mkdocs build
 
 format: ## Format the code and repair what ruff can repair

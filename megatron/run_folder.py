@@ -137,9 +137,9 @@ def is_checkpoint(folder: Path) -> bool:
 
 def is_published(checkpoint: Path) -> bool:
     """Return whether a checkpoint folder is in the published (GPT-NeoX) layout."""
-    # GPT-NeoX and this project both write `layer_*` files. Only this project writes `kerple.json`
+    # GPT-NeoX and this project both write such files. Only this project writes `kerple.json`
     # and `rng_rank_*.pt`, so a folder with such a file is not in the published layout.
     ours = (checkpoint / RECORD).is_file() or any(checkpoint.glob("rng_rank_*.pt"))
     if ours:  # `kerple.json` may have been lost, and the `rng_rank` files not
         return False
-    return any(checkpoint.glob("layer_*-model_*-model_states.pt"))
+    return any(checkpoint.glob("*_model_states.pt"))

@@ -19,7 +19,7 @@ from packaging.requirements import Requirement
 
 from tests.helpers.sources import COMMANDS
 
-ONLY_IN_A_CHECKOUT = ("tools/check_parity.py", "tools/gpu_trial.py", "tools/pages/")
+ONLY_IN_A_CHECKOUT = ("tools/check_parity.py", "tools/gpu_trial.py")
 OURS, CORE = "kerple-neox", "megatron-core"
 
 

@@ -36,11 +36,11 @@ def main() -> int:
     source = _checkpoint_in(args.source)
     stored = sorted(path for path in (source / "configs").glob("*.yml") if path.is_file())
     files = stored if args.config is None else args.config
-    summed = bool(_last_value("gpt_j_residual", files))
+    summed = bool(_last_value("gpt_j_residual", files)) if files else None
     found = import_checkpoint(source, args.target, summed_biases=summed)
     count = sum(tensor.numel() for tensor in found.weights.values())
     parts = found.shape.parts
-    if parts > 1 and not files:
+    if not files:
         found.notes.append("no config was found: taken as trained without gpt_j_residual")
     for note in found.notes:
         print(f"note: {note}")

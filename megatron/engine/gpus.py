@@ -66,6 +66,10 @@ GPUS = {
 """Maps names to GPUs. The order matters, because `gpu_of_device` returns the first that fits."""
 
 
+_OTHER = re.compile(r"MIG|Laptop|\bTi\b|4090 D|GB200|H200 NVL|V100-PCIE")
+"""Names of devices that contain the name of another GPU, but have other rates."""
+
+
 def gpu_named(name: str) -> Gpu:
     """Return the GPU that `GPUS` lists under `name`. The case of letters is ignored.
 
@@ -83,8 +87,10 @@ def gpu_of_device(device_name: str) -> Gpu | None:
     """Return the first GPU of `GPUS` that fits CUDA's `device_name`, or None if no GPU fits.
 
     A GPU fits if `device_name` contains each part of the GPU's name in `GPUS`. Hyphens separate the
-    parts.
+    parts. A part of a GPU (MIG) fits none.
     """
+    if _OTHER.search(device_name):
+        return None
     found = (gpu for name, gpu in GPUS.items() if all(x in device_name for x in name.split("-")))
     return next(found, None)
 

@@ -217,13 +217,14 @@ def _described(config: Config, kind: HubClass) -> dict[str, Any]:
         usual = kind.defaults[kind.entries["activation"]]
         act = usual if usual in TANH else TANH[0]
     values = {"activation": act, "intermediate_size": m.inner_width}
-    if "learned" in terms_of(m.pos_emb) and m.max_position_embeddings:
+    if m.max_position_embeddings:
         values["seq_length"] = max(1, m.max_position_embeddings - m.opt_pos_emb_offset)
     found = {
         "model_type": kind.model_type,
         "architectures": [kind.name],
         "initializer_range": m.init_method_std,
         "bos_token_id": None,
+        "pad_token_id": None,  # a class whose default is a token would never train its vector
         **{name: values.get(key, getattr(m, key)) for key, name in kind.entries.items()},
     }
     if "rope_theta" in kind.defaults:

@@ -14,11 +14,11 @@ from megatron.cpu_settings import keep_memory
 from megatron.data.errors import ShardError
 from megatron.data.samples.loader import TrainLoader
 from megatron.engine.checkpoint.async_save import Saver
-from megatron.engine.checkpoint.choose_start import choose_start
+from megatron.engine.checkpoint.choose_start import choose_start, usable
 from megatron.engine.checkpoint.full_weights import describe
 from megatron.engine.checkpoint.record import RunDescription
 from megatron.engine.checkpoint.resume import restore
-from megatron.engine.checkpoint.saved_checkpoints import Saved, newest
+from megatron.engine.checkpoint.saved_checkpoints import Saved
 from megatron.engine.checkpoint.write import Destination
 from megatron.engine.errors import BadLossError, DivergedError
 from megatron.engine.job.agreement import require_agreement, settings_of
@@ -228,7 +228,7 @@ class Job:
             self.progress = saving.progress
 
     def _roll_back(self, bad: BadLossError, loader: TrainLoader, log: RunLog) -> None:
-        """Load the newest checkpoint, and skip the samples that were read since its step.
+        """Load the newest intact checkpoint, and skip the samples that were read since its step.
 
         Args:
             bad: The error that the training loop raised.
@@ -241,7 +241,9 @@ class Job:
         # It may go back MOST_ROLL_BACKS times to one checkpoint.
         c = self.config
         save = c.checkpoint.save if c.training.on_bad_loss == "roll_back" else None
-        saved = newest(Path(save)) if save else None
+        if not save:
+            raise bad
+        saved, damaged = usable(Path(save), self.groups, allow_fallback=True)
         if saved is None:
             raise bad
         self._rolled_back.append(saved)
@@ -256,6 +258,7 @@ class Job:
         log.line(
             f"{bad}\nback to {saved.path} ({count} of at most {MOST_ROLL_BACKS} times), passing "
             f"over the samples {there.consumed_samples} to {consumed - 1}"
+            + (f" (passed over: {damaged})" if damaged else "")
         )
 
     def _validate(self, log: RunLog, step: int) -> dict[str, float]:

@@ -79,6 +79,12 @@ REFUSED = [
         "grad_accum_dtype",
         "zero_optimization: {stage: 1}",
     ),
+    (
+        {"pipe_parallel_size": 2, "data_types": {"grad_accum_dtype": "fp32"}}
+        | {"zero_optimization": {"stage": 1}, "precision": "fp16"},
+        "grad_accum_dtype",
+        "no_weight_tying: true",
+    ),
 ]
 
 

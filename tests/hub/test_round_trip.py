@@ -72,6 +72,8 @@ def test_a_model_of_transformers_comes_back_as_its_class(name, dtype, tmp_path):
     assert same(load_file(second / "model.safetensors"), load_file(first / "model.safetensors"))
     model, again = (AutoModelForCausalLM.from_pretrained(each) for each in (first, second))
     assert type(again) is type(model) and again.dtype == model.dtype == dtype
+    # transformers' OPT and OLMo 2 have token 1 as padding by default, and never train its vector
+    assert again.get_input_embeddings().padding_idx is None
     tokens = torch.randint(256, (2, 40), generator=torch.Generator().manual_seed(1))
     assert torch.equal(again(tokens).logits, model(tokens).logits)
     import_folder(second, tmp_path / "again")
@@ -138,6 +140,15 @@ def test_a_transformers_class_has_our_logits(tmp_path):
         with torch.no_grad():
             wanted = run.model(tokens)
             torch.testing.assert_close(theirs(tokens).logits, wanted, rtol=0, atol=1e-5)
+
+
+def test_the_longest_text_is_that_of_the_config(tmp_path):
+    run = run_of(pos_emb="rotary", max_position_embeddings=256)
+    run.model.float()  # a class of transformers computes in float64 with rounded angles
+    (tmp_path / "hub").mkdir()
+    export(run, tmp_path / "hub")
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "hub")
+    assert theirs.config.max_position_embeddings == 256 != run.config.model.seq_length
 
 
 def test_what_does_not_fit_is_named():

@@ -12,7 +12,7 @@ import pytest
 from megatron.config.fields import key_of
 from megatron.config.neox.known_keys import KNOWN_KEYS
 from megatron.config.schema import SECTIONS
-from tools.pages import reference
+from tests.helpers.paths import ROOT
 
 
 @pytest.fixture(scope="module")
@@ -136,11 +136,12 @@ def test_the_diagrams_are_those_of_the_script(repo_root):
 
 
 def test_the_configuration_reference_is_current():
-    text = reference.PAGE.read_text()
-    assert text == reference.page(), "run `python tools/pages/reference.py`"
+    reference = runpy.run_path(str(ROOT / "docs" / "site" / "reference.py"))
+    text = reference["PAGE"].read_text()
+    assert text == reference["page"](), "run `python docs/site/reference.py`"
     assert {key for key in KNOWN_KEYS if f"`{key}`" not in text} == set()
     for section in SECTIONS.values():
-        texts = reference.meanings(section)
+        texts = reference["meanings"](section)
         keys = [name for name in section.model_fields if key_of(section, name)]
         assert [name for name in keys if not texts[name]] == [], "each needs a comment"
 

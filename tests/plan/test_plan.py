@@ -179,7 +179,10 @@ def test_gpus_by_their_cuda_names():
     names += ["NVIDIA H100 80GB HBM3", "NVIDIA H200", "NVIDIA GeForce RTX 4090"]
     found = [gpu.rate16 for gpu in map(gpu_of_device, names) if gpu]
     assert found == [125, 312, 756, 989, 989, 165]
-    assert gpu_of_device("NVIDIA T4") is None
+    others = ["NVIDIA T4", "Tesla V100-PCIE-32GB", "NVIDIA H200 NVL", "NVIDIA GB200"]
+    others += ["NVIDIA GeForce RTX 3090 Ti", "NVIDIA GeForce RTX 4090 Laptop GPU"]
+    others += ["NVIDIA H100 80GB HBM3 MIG 1g.10gb", "NVIDIA GeForce RTX 4090 D"]
+    assert [name for name in others if gpu_of_device(name)] == []
 
 
 @pytest.mark.parametrize(

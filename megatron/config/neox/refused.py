@@ -107,6 +107,7 @@ _refuse(
     "te_columnparallel te_rowparallel te_layernorm_mlp te_mha te_fp8_mha",
     "Transformer Engine is not used",
 )
+_refuse("mlp_type", "activation says if there is a gate", "activation: swiglu", _equals("regular"))
 _refuse("moe_num_experts", "mixtures of experts are not built", "moe_num_experts: 1")
 _refuse("use_mup coord_check save_base_shapes", "muP is not built")
 _refuse("serve_model_weights", "weights are not served")

@@ -145,6 +145,15 @@ def _muon(kind: str, ranks: int, stage: int) -> Found | None:
     )
 
 
+@relation("pipe_parallel_size", "no_weight_tying", "precision", "grad_accum_dtype")
+def _tied_gradients(stages: int, untied: bool, precision: str, dtype: str) -> Found | None:
+    """DeepSpeed adds the tied gradients of two stages only where it finds them in `grad`."""
+    if stages == 1 or untied or dtype == precision or (precision, dtype) == ("bf16", "fp32"):
+        return None
+    text = f"{dtype} with {precision}, pipeline stages and tied embeddings is not summed right"
+    return "grad_accum_dtype", f"{text}; leave it out, or write no_weight_tying: true"
+
+
 @relation("zero_stage", "precision", "grad_accum_dtype")
 def _accumulation(stage: int, precision: str, dtype: str) -> Found | None:
     if stage == 0 and dtype != precision:

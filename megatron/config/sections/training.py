@@ -123,7 +123,7 @@ class TrainingConfig(Section):
     ] = 16
     # steps without overflow after which the loss scale doubles
     loss_scale_window: Annotated[Positive, Key("fp16.loss_scale_window")] = 1000
-    # overflows before the loss scale is halved
+    # overflows before the loss scale is halved; with ZeRO-0, DeepSpeed halves it at each overflow
     hysteresis: Annotated[Positive, Key("fp16.hysteresis")] = 2
     # the smallest dynamic loss scale
     min_loss_scale: Annotated[Positive, Key("fp16.min_loss_scale")] = 1

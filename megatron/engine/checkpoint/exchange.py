@@ -36,7 +36,7 @@ from megatron.positional import PositionalEmbedding
 WORDS = "embedding.word_embeddings.weight"
 
 
-def import_checkpoint(source: Path, target: Path, *, summed_biases: bool) -> Published:
+def import_checkpoint(source: Path, target: Path, *, summed_biases: bool | None) -> Published:
     """Convert a published (GPT-NeoX) checkpoint to this project's layout, and save it in `target`.
 
     Args:
@@ -44,7 +44,7 @@ def import_checkpoint(source: Path, target: Path, *, summed_biases: bool) -> Pub
         target: The run folder, in which the new checkpoint becomes a subfolder `global_stepN`.
         summed_biases: Whether the model was trained with GPT-NeoX's `gpt_j_residual`. In such a
             model, the bias of a row-parallel layer differs from rank to rank. The import stores the
-            sum of the ranks' biases.
+            sum of the ranks' biases. None means that this is not known.
 
     Raises:
         CheckpointError: `target` already has a checkpoint of this step, or `source` is not
@@ -94,6 +94,11 @@ def export_checkpoint(source: Path, target: Path, *, parts: int | None = None) -
         about = {"schedule": None, "args": _args_of(config, weights)}
     args, written = about["args"], shape.parts
     shape = replace(shape, parts=parts or written)
+    if shape.summed_biases is None and shape.parts != written:
+        raise CheckpointError(
+            "no config was found when this checkpoint was imported, so it is not known how biases "
+            "are split (gpt_j_residual); import it again with --config, or export without --tp"
+        )
     args |= {"model_parallel_size": shape.parts}
     if shape.parts != written or (shape.parts > 1 and saved.kind != "imported"):
         # The published code pads the vocabulary to a multiple of this value times the number of
@@ -190,6 +195,10 @@ def _not_in_newer_neox(config: Config, block: BlockShape, pos: PositionalEmbeddi
         return f"has no pos_emb {pos.name}"
     if block.qk_norm and block.norm == "layernorm":
         return "takes the mean of use_qk_layernorm over all heads, not of each head"
+    if not block.mlp_bias and config.model.gpt_j_residual:
+        return "leaves out attention with gpt_j_residual and without biases in the MLP"
+    if not block.mlp_bias and config.model.activation not in GATED:
+        return f"cannot compute {config.model.activation} without biases in the MLP"
     if block.norm == "rmsnorm" and not config.model.rmsnorm_fusion:
         return "adds rms_norm_epsilon inside the root (here with rmsnorm_fusion: true)"
     return None

@@ -14,6 +14,7 @@ from megatron.engine.errors import CheckpointError
 from megatron.engine.neox import read as neox
 from megatron.engine.neox.buffers import wrong_buffers
 from megatron.engine.neox.layout import theta_names
+from megatron.model import BlockShape
 from megatron.model.changed_positions import ChangedPositions, of_positions
 from megatron.model.theta import SHARED_THETA, THETA, columns_of, is_theta
 from megatron.parallel.groups import Groups
@@ -24,6 +25,11 @@ if TYPE_CHECKING:
     from megatron.engine.local_model import Model
 
 WORDS = "embedding.word_embeddings.weight"
+_NEWER_RMSNORM = (
+    "gpt-neox since May 2025 adds the epsilon of rmsnorm inside the root, as rmsnorm_fusion: true "
+    "does here. Its own rmsnorm_fusion: true takes the mean of use_qk_layernorm over all heads of "
+    "a rank, which is not built"
+)
 
 
 def load_weights(
@@ -58,7 +64,7 @@ def load_weights(
     described = saved.kind == "imported" and bool(saved.record.model)  # from transformers
     if run is not None and (described or saved.kind == "ours"):
         saved.require_same(run, "model", free=_free(change))
-    weights, buffers, kernel, unreadable, notes = _read(saved, block.gpt_j_residual)
+    weights, buffers, kernel, unreadable, notes = _read(saved, block)
     shapes = {name: tuple(shape) for name, shape in full_shapes(model, groups).items()}
     problems = unreadable + _merged_for_another_residual(saved, block.gpt_j_residual)
     old = change.old if change else model.pos
@@ -133,7 +139,7 @@ def _without_replaced(
 
 
 def _read(
-    saved: Saved, gpt_j_residual: bool
+    saved: Saved, block: BlockShape
 ) -> tuple[Weights, dict[str, Tensor], tuple[str, ...], list[str], list[str]]:
     """Read the weights and the buffers (slopes or frequencies) of a checkpoint.
 
@@ -143,20 +149,26 @@ def _read(
     """
     # The names are empty if the checkpoint does not come from GPT-NeoX. The buffers have GPT-NeoX's
     # names.
-    if saved.kind != "published":
-        buffers, _ = saved.imported_tensors()
-        imported = saved.record.imported
-        names = imported["shape"].theta if imported else ()
-        return saved.weights(), buffers, names, [], []
-    published = neox.read(saved.path, summed_biases=gpt_j_residual)
-    notes = list(published.notes)
-    if published.shape.parts > 1 and gpt_j_residual:
-        notes.append(
-            f"gpt_j_residual over {published.shape.parts} tensor-parallel shards: that code added "
-            "each shard's row-parallel biases to the sum, so their sum is taken"
-        )
-    names = published.shape.theta
-    return published.weights, published.buffers, names, published.problems, notes
+    imported = saved.record.imported if saved.kind == "imported" else None
+    if saved.kind != "published" and imported is None:
+        return saved.weights(), saved.imported_tensors()[0], (), [], []
+    if imported is not None:
+        shape, weights, buffers = imported["shape"], saved.weights(), saved.imported_tensors()[0]
+        problems, notes = [], []
+    else:
+        published = neox.read(saved.path, summed_biases=block.gpt_j_residual)
+        shape, weights, buffers = published.shape, published.weights, published.buffers
+        problems, notes = published.problems, [*published.notes]
+        if shape.parts > 1 and block.gpt_j_residual:
+            notes.append(
+                f"gpt_j_residual over {shape.parts} tensor-parallel shards: that code added each "
+                "shard's row-parallel biases to the sum, so their sum is taken"
+            )
+    if block.gpt_j_tied:  # gpt-neox stores these weights, but does not use them
+        weights = {k: v for k, v in weights.items() if ".post_attention_layernorm." not in k}
+    if shape.head and block.norm == "rmsnorm" and (block.qk_norm or not block.fused_norm):
+        notes.append(_NEWER_RMSNORM)
+    return weights, buffers, shape.theta, problems, notes
 
 
 def _merged_for_another_residual(saved: Saved, gpt_j_residual: bool) -> list[str]:
@@ -169,11 +181,11 @@ def _merged_for_another_residual(saved: Saved, gpt_j_residual: bool) -> list[str
     if saved.kind != "imported" or saved.record.imported is None:
         return []
     shape = saved.record.imported["shape"]
-    if shape.parts == 1 or shape.summed_biases == gpt_j_residual:
+    if shape.parts == 1 or bool(shape.summed_biases) == gpt_j_residual:
         return []
     return [
         "biases of attention.dense and mlp.dense_4h_to_h: merged for gpt_j_residual: "
-        f"{str(shape.summed_biases).lower()}, which is not this config's; import again, with "
+        f"{str(bool(shape.summed_biases)).lower()}, which is not this config's; import again, with "
         "--config and this config"
     ]
 
@@ -200,7 +212,9 @@ def _text_of_problems(
     )
     padding = ""
     if WORDS in weights and WORDS in shapes and len(weights[WORDS]) != shapes[WORDS][0]:
-        padding = f" (vocabulary: make_vocab_size_divisible_by: {len(weights[WORDS])})"
+        rows = len(weights[WORDS])
+        padding = f" (vocabulary: make_vocab_size_divisible_by: {rows}, and a model_parallel_size "
+        padding += f"that divides {rows})"
     return (
         f"{saved.path} does not fit the model that the config describes:\n  {listed}\n"
         f"use the config it was trained with: {config}{padding}"

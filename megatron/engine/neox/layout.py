@@ -16,6 +16,7 @@ merged by one of these rules:
     columns     concatenated on dimension 1: weights of row-parallel layers, T5's bias table
     halves      geglu's first layer: a shard is [value | gate], the whole is [values | gates]
     replicated  the same in every shard
+    averaged    norms: nearly the same in every shard, because each rank trains its own
     summed      added up: row-parallel biases with `gpt_j_residual` (every rank adds its own bias)
 
 Versions of gpt-neox since 2024 use other names for some tensors, and store additional tensors (see
@@ -33,8 +34,9 @@ from torch import Tensor
 from megatron.engine.errors import CheckpointError
 from megatron.positional import PositionalEmbedding
 
-NOT_CONCATENATED = ("replicated", "summed")
+NOT_CONCATENATED = ("replicated", "averaged", "summed")
 FILE = re.compile(r"layer_(\d+)-model_(\d+)-model_states\.pt")
+RANK_FILE = re.compile(r"mp_rank_(\d+)_model_states\.pt")
 THETA = ("bias_p", "bias_a", "wei_p", "wei_a")  # [H / N, 1, 1] each, in our columns' order
 TABLE = "weight"  # T5's, [buckets, H / N]
 EMBEDDINGS = frozenset(
@@ -52,6 +54,9 @@ BUFFERS = (
 """The names of stored tensors whose values follow from the configuration (`neox/buffers.py`)."""
 
 RULES = {
+    "input_layernorm.": "averaged",
+    "post_attention_layernorm.": "averaged",
+    "norm.": "averaged",
     "word_embeddings.": "rows",
     "attention.query_key_value.": "rows",
     "attention.qk_layernorm.g": "replicated",
@@ -91,6 +96,7 @@ def merge(shards: Sequence[Tensor], how: str) -> Tensor:
         ValueError: The shards' shapes do not fit, or shards that must be equal differ.
     """
     # With the rule "summed", the result is fp64 if the shards' dtype cannot hold the exact sum.
+    # gpt-neox's own converters average norms, too.
     first = shards[0]
     if len(shards) == 1:
         return first
@@ -104,14 +110,15 @@ def merge(shards: Sequence[Tensor], how: str) -> Tensor:
     if any(shard.shape != first.shape for shard in shards):
         shapes = ", ".join(str(tuple(shard.shape)) for shard in shards)
         raise ValueError(f"its shards should have one shape, not {shapes}")
+    all_shards = torch.stack([shard.double() for shard in shards])
     if how == "summed":
-        exact = torch.stack([shard.double() for shard in shards]).sum(dim=0)
+        exact = all_shards.sum(dim=0)
         narrow = exact.to(first.dtype)
         return narrow if torch.equal(narrow.double(), exact) else exact
-    gap = max((shard.double() - first.double()).abs().max().item() for shard in shards)
-    if gap > 1e-3 * max(1.0, first.abs().max().item()):
+    gap = (all_shards - all_shards[0]).abs().max().item()
+    if gap > (0.05 if how == "averaged" else 1e-3) * max(1.0, first.abs().max().item()):
         raise ValueError(f"its {len(shards)} shards should be equal, but differ by up to {gap:.3g}")
-    return first
+    return all_shards.mean(dim=0).to(first.dtype) if gap else first
 
 
 def split(tensor: Tensor, how: str, count: int, *, name: str = "tensor") -> list[Tensor]:
@@ -127,7 +134,7 @@ def split(tensor: Tensor, how: str, count: int, *, name: str = "tensor") -> list
     # With the rule "halves", the split dimension must be a multiple of 2 * `count`.
     if count == 1:
         return [tensor]
-    if how == "replicated":
+    if how in ("replicated", "averaged"):
         return [tensor] * count
     if how == "summed":
         return [tensor / count] * count

@@ -5,6 +5,9 @@
     SRC/global_stepN/mp_rank_YY_model_states.pt         counters, schedule, optimizer, random state
     SRC/global_stepN/configs/*.yml                      the configuration of the training run
 
+With `pipe_parallel_size: 0`, GPT-NeoX writes no layer files. The weights are then in the entry
+`module` of `mp_rank_YY_model_states.pt`, with the names `sequential.XX.NAME`.
+
 Weights and counters are read. The optimizer's state is not read: it is one flat tensor, and only
 GPT-NeoX defines the order of its elements. `safe_load` opens the files, so code in the files does
 not run.
@@ -12,6 +15,8 @@ not run.
 Legend: L layers, N tensor-parallel ranks.
 """
 
+import re
+from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -62,7 +67,7 @@ class Published:
     notes: list[str] = field(default_factory=list)
 
 
-def read(checkpoint: Path, *, summed_biases: bool = False) -> Published:
+def read(checkpoint: Path, *, summed_biases: bool | None = False) -> Published:
     """Read a published (GPT-NeoX) checkpoint, and merge the tensor-parallel shards of its tensors.
 
     A tensor that is missing, unknown or inconsistent raises no error. Instead, a line is added to
@@ -70,26 +75,24 @@ def read(checkpoint: Path, *, summed_biases: bool = False) -> Published:
 
     Args:
         summed_biases: Whether the model was trained with GPT-NeoX's `gpt_j_residual`. The shards of
-            a row-parallel layer's bias are then added.
+            a row-parallel layer's bias are then added. None means that this is not known.
 
     Raises:
         CheckpointError: A file cannot be read, or it contains more than tensors and plain values.
     """
-    found = {}
-    for path in checkpoint.iterdir():
-        if match := layout.FILE.fullmatch(path.name):
-            found[int(match[1]), int(match[2])] = path
     client = counters.client_state(checkpoint)
     args = {k: v for k, v in counters.mapping(client, "args").items() if isinstance(v, (int, str))}
-    last = max((index for index, _ in found), default=0)
-    stored = {place: counters.load_mapping(path) for place, path in sorted(found.items())}
+    stored = _stored(checkpoint)
+    last = max((index for index, _ in stored), default=0)
     states = {
         place: {published_name(name): value for name, value in state.items()}
         for place, state in stored.items()
     }
     tied = not any("final_linear.weight" in state for state in states.values())
     num_layers = counters.count(args, "num_layers") or max(0, last - (3 if tied else 4))
-    parts = max([rank + 1 for _, rank in found] + [counters.count(client, "mp_world_size") or 1])
+    # `mp_world_size` is the number of tensor-parallel ranks times the number of pipeline stages.
+    recorded = counters.count(args, "model_parallel_size") or 1
+    parts = max([recorded, *(rank + 1 for _, rank in stored)])
     if num_layers * parts > MOST_FILES:
         raise CheckpointError(
             f"{checkpoint}: {num_layers} layers in {parts} tensor-parallel ranks are more than any "
@@ -117,6 +120,21 @@ def read(checkpoint: Path, *, summed_biases: bool = False) -> Published:
     _check_width(out)
     _take_kernel({i: kernel for i, kernel in kernels.items() if 2 <= i < num_layers + 2}, out)
     return out
+
+
+def _stored(checkpoint: Path) -> dict[tuple[int, int], dict[str, Any]]:
+    """Return the stored tensors of each (pipeline position, tensor-parallel rank), by name."""
+    paths = {path: path.name for path in sorted(checkpoint.iterdir())}
+    layers = {path: match for path, name in paths.items() if (match := layout.FILE.fullmatch(name))}
+    if layers:
+        return {(int(m[1]), int(m[2])): counters.load_mapping(path) for path, m in layers.items()}
+    found: dict[tuple[int, int], dict[str, Any]] = defaultdict(dict)
+    for path, name in paths.items():  # trained with `pipe_parallel_size: 0`
+        if rank := layout.RANK_FILE.fullmatch(name):
+            for key, tensor in counters.mapping(counters.load_mapping(path), "module").items():
+                if match := re.fullmatch(r"sequential\.(\d+)\.(.+)", str(key)):
+                    found[int(match[1]), int(rank[1])][match[2]] = tensor
+    return found
 
 
 def _infer(states: dict, num_layers: int, tied: bool, parts: int, num_heads: int | None) -> Shape:
@@ -213,9 +231,8 @@ def _merge_position(
                 not torch.equal(shard, shards[0]) for shard in shards
             ):
                 out.shards[f"{index}.{name}"] = shards
-                if how == "replicated":
-                    note = "its shards differ in the last digits; the first is taken"
-                    out.notes.append(f"{where}: {note}")
+                if how != "summed":
+                    out.notes.append(f"{where}: its shards differ slightly; their mean is taken")
     return merged
 
 

@@ -26,6 +26,7 @@ class Shape:
             none.
         geglu: Whether the MLP's activation has a gate, so that its first layer has two halves.
         summed_biases: Whether row-parallel biases are summed over the ranks (`gpt_j_residual`).
+            None, if no config was found at the import: the biases then count as equal.
         row_output: Whether the output projection is row-parallel (`output_layer_parallelism: row`).
         head: Whether a version of gpt-neox from 2024 or later wrote the files. These versions name
             the MLP's layers `linear1` and `linear2`.
@@ -42,7 +43,7 @@ class Shape:
     parts: PositiveInt = 1
     theta: tuple[str, ...] = ()
     geglu: bool = False
-    summed_biases: bool = False
+    summed_biases: bool | None = False
     row_output: bool = False
     head: bool = False
     group: PositiveInt = 1
@@ -51,7 +52,8 @@ class Shape:
     def rule(self, name: str) -> str:
         """Return the rule by which a tensor's tensor-parallel shards are merged into one tensor.
 
-        The rules are "rows", "columns", "halves", "replicated" and "summed" (see `layout`).
+        The rules are "rows", "columns", "halves", "replicated", "averaged" and "summed" (see
+        `layout`).
 
         Args:
             name: GPT-NeoX's name of the tensor.

@@ -112,6 +112,10 @@ class TensorBoard:
             self._writer = None
 
 
+FINISH_SECONDS = 120
+"""How long the end of a run waits for wandb's server. `wandb sync` can upload the rest later."""
+
+
 class Wandb:
     """A run of Weights & Biases.
 
@@ -134,7 +138,9 @@ class Wandb:
     ):
         import wandb
 
-        options = {"silent": True, "console": "off"}
+        options: dict[str, Any] = {"silent": True, "console": "off"}
+        if "finish_timeout" in wandb.Settings.model_fields:  # not in wandb 0.24
+            options["finish_timeout"] = FINISH_SECONDS
         if settings.wandb_host is not None:
             options["base_url"] = settings.wandb_host
         mode: Any = settings.wandb_mode or os.environ.get("WANDB_MODE") or "online"

@@ -37,7 +37,9 @@ def edit(path: Path, change) -> None:
 
 
 def spoil_counts(files):
-    edit(files / "mp_rank_00_model_states.pt", lambda s: s.update(mp_world_size=10**8))
+    edit(
+        files / "mp_rank_00_model_states.pt", lambda s: s["args"].update(model_parallel_size=10**8)
+    )
 
 
 @pytest.mark.parametrize(

@@ -35,9 +35,9 @@ def config_at(folder, prefix, **changes):
     return write_config(folder / "c.yml", prefix, **(KEYS | {"save": save, "load": save} | changes))
 
 
-def run_with_bad_sample(groups, config, numbers, change):
+def run_with_bad_sample(groups, config, numbers, change, **given):
     """Run a job in which these training samples have another loss; return what it prints."""
-    job = Job(load_config([config], world_size=groups.world_size), groups)
+    job = Job(load_config([config], world_size=groups.world_size), groups, **given)
     loader = job.data.training(index_samples=job.progress.train_samples, consumed=0)
     samples = torch.from_numpy(loader.dataset.batch(numbers))
 
@@ -191,6 +191,24 @@ def test_going_back_passes_over_the_samples_and_is_the_same_after_a_restart(tmp_
         other = config_at(again.parent, prefix, **keys)
         run_ranks(2, run_with_bad_sample, other, [41], not_finite)
         assert digest(again) == digest(run) and rows(again) == rows(run)
+
+
+def goes_back_behind_damage(groups, config, run):
+    newest_files = sorted((run / "global_step4").glob("*optim*"))
+    newest_files[0].write_bytes(newest_files[0].read_bytes()[:-64] + bytes(64))
+    return run_with_bad_sample(groups, config, [17], not_finite, allow_fallback=True)
+
+
+def test_going_back_passes_over_a_damaged_checkpoint(tmp_path, prefix):
+    """`latest` names the damaged one, which would be a later step, until the run saves again."""
+    keys = {"on_bad_loss": "roll_back", "save_interval": 2, "train_iters": 4}
+    run_ranks(1, run_with_bad_sample, config_at(tmp_path, prefix, **keys), [], not_finite)
+    run = tmp_path / "run"
+    config = config_at(tmp_path, prefix, **keys | {"train_iters": 6})
+    [said] = run_ranks(1, goes_back_behind_damage, config, run)
+    assert f"back to {run}/global_step2 (1 of at most 3 times)" in said
+    assert said.count("its checksum is wrong") == 2  # at the start, and when the run goes back
+    assert newest(run).tag == "global_step6"
 
 
 def stops(groups, folder, prefix):

@@ -94,6 +94,16 @@ def test_a_profile_from_step_0_begins_with_the_first_step(tmp_path):
     assert "aten::add" in (tmp_path / "profile_step1-1.txt").read_text()
 
 
+def test_a_run_that_goes_on_after_the_first_step_says_that_nothing_is_profiled(tmp_path):
+    said = []
+    steps = profiler(tmp_path, said, profile=True, memory_profiling=False, profile_step_stop=9)
+    for number in (5, 6):
+        steps.before_step(number)
+    steps.end()
+    assert len(said) == 1 and "begins at step 5, after profile_step_start: 2" in said[0]
+    assert not list(tmp_path.iterdir())
+
+
 def test_memory_of_a_gpu_is_recorded(tmp_path, monkeypatch):
     said, calls = [], []
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)

@@ -1,6 +1,6 @@
 """Write docs/configuration.md, the reference of all config keys, from the schema.
 
-    python tools/pages/reference.py
+    python docs/site/reference.py
 
 The description of a key is the comment at its field in `megatron/config/sections/`. The accepted
 values are copied from the error message for a wrong value of the key.

@@ -1,1 +1,0 @@
-"""Build the documentation site: hooks for `mkdocs.yml`, and the page `docs/configuration.md`."""
