@@ -4,8 +4,8 @@ Bianchessi, Aguirre, Barros, Kupssinsku 2025 (arXiv 2505.22842). The formula is 
 code: eps is 1e-5, and the location mu is exp(theta_mu) - exp(-theta_mu). The bias turns at the
 distance d = -mu. (With mu < 0 and beta > 0, this is the distance of the key that the head prefers.)
 With mu = 0, beta < 0 suppresses near keys, beta = 0 has the same effect as no bias, and beta = 1 is
-ALiBi with a learned slope. For BAM-SSMax, combine this embedding with `log_n`, and set the option
-`temper_bias` of `log_n`.
+ALiBi with a learned slope. For the form of BAM-SSMax, combine this embedding with `log_n`, and set
+the option `temper_bias` of `log_n`.
 """
 
 import torch
