@@ -5,6 +5,7 @@ An atomic write creates a temporary file, flushes it to disk, and then renames i
 
 import json
 import os
+import re
 import tempfile
 import uuid
 from collections.abc import Iterator
@@ -34,6 +35,21 @@ def replacing(path: Path) -> Iterator[Path]:
             flush(path.parent)
     finally:
         temporary.unlink(missing_ok=True)
+
+
+@contextmanager
+def plain_path(folder: Path) -> Iterator[Path]:
+    """Yield a path of the existing `folder` for programs that read paths as patterns.
+
+    If the path has characters such as `*`, `[` or `+`, it is that of a temporary link.
+    """
+    if not re.search(r"[][*?+(){}^$|\\]", str(folder)):
+        yield folder
+        return
+    with tempfile.TemporaryDirectory() as place:
+        link = Path(place) / "link"
+        link.symlink_to(folder.resolve())
+        yield link
 
 
 @contextmanager

@@ -28,7 +28,7 @@ def validation(data: JobData, engine: Engine, step: int) -> dict[str, float]:
     t, interval = data.config.training, data.config.evaluation.eval_lengths_interval
     found = {}
     if t.eval_iters:
-        before = step // t.eval_interval - 1
+        before = max(0, step // t.eval_interval - 1)  # one that is owed since another interval
         loss = held_out_loss(data, engine, "valid", before)
         found = {} if loss is None else {"validation/loss": loss}
     if interval and step % interval == 0:

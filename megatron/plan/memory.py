@@ -82,7 +82,10 @@ def moments(config: Config, step: Step, device_type: str) -> Iterator[Memory]:
     weights = b * (shard if stage == 3 else size)
     held: Memory = {"weights": weights, "optimizer": (momenta + copy) * shard}
     numbers = min(size, zero["reduce_bucket_size"])
-    bucket = b * numbers * (2 if p.zero.get("overlap_comm") and stage in (1, 2) else 1)
+    bucket = b * numbers * (2 if p.overlaps and stage in (1, 2) else 1)
+    c = DTYPES[p.sums_in or t.precision].itemsize
+    # Copies of a full bucket: in the type of the sums and, with stage 2, slices side by side
+    copies = numbers * ((c if c != b else 0) + (b if stage == 2 and size > 2 * shard else 0))
     several = config.batch.gradient_accumulation_steps > 1
     divided = sum(n for n in step.parameters if n > zero["stage3_param_persistence_threshold"])
     gathered = min(size, zero["stage3_max_live_parameters"])
@@ -101,7 +104,7 @@ def moments(config: Config, step: Step, device_type: str) -> Iterator[Memory]:
             "gradients": gradients,
             "activations": kept,
             "working space": used - kept,
-            "communication": bucket if reduces else 0.0,
+            "communication": (bucket + copies * (done > numbers or done == size)) if reduces else 0,
         }
     # The gradients are added over the ranks. Then the optimizer takes its step.
     held["activations"] = step.left
@@ -112,7 +115,7 @@ def moments(config: Config, step: Step, device_type: str) -> Iterator[Memory]:
         yield held | {"gradients": (sums + b) * size, "communication": (sums + b) * flat}
     elif stage == 1:
         gradients = max(b * size, b * max(size - numbers, 0) + b * shard)
-        yield held | {"gradients": gradients, "communication": bucket}
+        yield held | {"gradients": gradients, "communication": bucket + copies}
     in_step = {0: b + copy, 3: 8}.get(stage, 4 if sums > b else 8)
     yield held | {"gradients": in_step * shard}
     # Muon steps last. It gathers the updates of all matrices from the ranks' slices.

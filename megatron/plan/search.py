@@ -97,8 +97,9 @@ def sketched(config: Config, shape: GPTShape) -> Step:
     microseconds.
 
     The formulas assume that, without recomputation, the inputs and outputs of all products are
-    stored. They also assume that tensor parallelism sums hidden states over its ranks four times
-    for each block, and a fifth time with recomputation.
+    stored; with sequence parallelism, each tensor-parallel rank stores its part. They also assume
+    that tensor parallelism sums hidden states over its ranks four times for each block, and a fifth
+    time with recomputation.
     """
     p, m, block, b = config.parallel, config.model, shape.block, config.batch
     h, tp, stages = block.hidden_size, p.model_parallel_size, p.pipe_parallel_size
@@ -109,9 +110,10 @@ def sketched(config: Config, shape: GPTShape) -> Step:
     embeddings = shape.vocab_size * h * (2 if stages == 1 and not shape.tie_weights else 1)
     parameters = [int(h * wide)] * blocks + [embeddings // tp]
     x = tokens * h * itemsize
-    one = int(tokens * itemsize * (4 * h + wide))
+    shards = tp if p.sequence_parallel else 1
+    one = int(tokens * itemsize * (4 * h / shards + wide))
     flying = min(b.gradient_accumulation_steps, stages)
-    kept = flying * blocks * (x if m.checkpoint_activations else one)
+    kept = flying * blocks * (x // shards if m.checkpoint_activations else one)
     sums = 5 if m.checkpoint_activations else 4
     sent = {"tensor": int(2 * (tp - 1) / tp * sums * blocks * x), "pipeline": x * (stages > 1)}
     return Step(parameters, [], kept, [(0, kept + one), (sum(parameters), 2 * one)], 0, sent)

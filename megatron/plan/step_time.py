@@ -66,10 +66,10 @@ class Rates:
 
     products: float = 0.743
     fast_products: float = 0.602
-    moves: float = 4.353
-    link: float = 0.467
-    network: float = 0.405
-    hides: float = 0.725
+    moves: float = 4.31
+    link: float = 0.471
+    network: float = 0.426
+    hides: float = 0.697
     interval: tuple[float, float] = (0.89, 1.24)
 
 
@@ -150,11 +150,15 @@ def _data_bytes(config: Config, size: int) -> tuple[float, float]:
     """
     p, several = config.parallel, config.batch.gradient_accumulation_steps
     replicas = p.data_parallel_size * p.context_parallel_size
-    half = size * DTYPES[config.training.precision].itemsize * (replicas - 1) / replicas
-    # A sum, or a sum of slices and a gathering. ZeRO-2 sums after each micro-batch; ZeRO-3 also
-    # gathers the weights for each forward and each backward pass.
-    beside, after = {0: (2, 0), 2: (several, 1), 3: (3 * several, 0)}.get(p.zero_stage, (1, 1))
-    return beside * half, after * half
+    precision = config.training.precision
+    itemsize, sums = DTYPES[precision].itemsize, DTYPES[p.sums_in or precision].itemsize
+    part = size * (replicas - 1) / replicas
+    # A sum (DeepSpeed sums whole buckets in stages 1 and 2, too), and a gathering. ZeRO-2 sums
+    # after each micro-batch. ZeRO-3 sums slices, and gathers the weights for each forward and each
+    # backward pass.
+    beside = {1: 2 * sums, 2: 2 * several * sums, 3: several * (sums + 2 * itemsize)}
+    after = itemsize if p.zero_stage in (1, 2) else 0
+    return beside.get(p.zero_stage, 2 * sums) * part, after * part
 
 
 def step_time(
@@ -190,8 +194,7 @@ def step_time(
     )
     # Sums run beside backward passes, with ZeRO-1 beside the last one. Stage 3 also gathers.
     passes = {1: 2 / 3, 2: several * 2 / 3, 3: several}.get(p.zero_stage, 0)
-    overlaps = p.zero.get("overlap_comm", p.zero_stage == 3)
-    hidden = rates.hides * min(beside, passes * computes) if overlaps else 0.0
+    hidden = rates.hides * min(beside, passes * computes) if p.overlaps else 0.0
     shard = step.size / (replicas if p.zero_stage else 1)
     return StepTime(
         compute=several * computes,

@@ -265,9 +265,9 @@ class Job:
         """Run the validation after `step` and return its metrics; plot the distance kernels."""
         c, pos = self.config, self.model.pos
         found = validation(self.data, self.engine, step)
-        if pos.has("distance") and (c.logging.tensorboard_dir or c.logging.use_wandb):
-            theta_HN = self.theta.master_of_all_heads()
-            if self.groups.is_main:
+        if pos.has("distance"):
+            theta_HN = self.theta.master_of_all_heads()  # by all ranks; their logging may differ
+            if self.groups.is_main and (c.logging.tensorboard_dir or c.logging.use_wandb):
                 files = draw_kernels(pos, theta_HN, c, self.run_dir, step, few=True)
                 log.pictures(step, files)
         return found

@@ -35,7 +35,7 @@ OPERATIONS = [
 ]
 """The methods of a process group that communicate: those that return a `Work`, without `OTHERS`."""
 MESSAGES = ("send", "recv")
-WRAPPERS = ("torch/", "deepspeed/comm/", "deepspeed/runtime/pipe/p2p.py")
+WRAPPERS = ("torch/", "typing_extensions", "deepspeed/comm/", "deepspeed/runtime/pipe/p2p.py")
 """Files whose path starts with one of these texts are skipped when an event's line is chosen."""
 CALLERS = ("", "megatron/(?!parallel/)", "megatron/(evaluation|pretraining)/")
 """Patterns of file names. An event names the innermost line of the call stack for each pattern."""

@@ -40,11 +40,15 @@ def test_a_silent_group_counts_what_ring_algorithms_send():
 
 
 @pytest.mark.parametrize(
-    ("stage", "accumulation", "halves"), [(0, 3, 2), (1, 3, 2), (2, 3, 4), (3, 3, 9), (3, 1, 3)]
+    ("stage", "accumulation", "halves", "in_fp32"),
+    [(0, 3, 2, 4), (1, 3, 3, 5), (2, 3, 7, 13), (3, 3, 9, 12), (3, 1, 3, 4)],
 )
-def test_bytes_of_gradients_and_weights(stage, accumulation, halves):
+@pytest.mark.parametrize("fp32", [False, True])
+def test_bytes_of_gradients_and_weights(stage, accumulation, halves, in_fp32, fp32):
     """Half of a sum of 1,000 16-bit numbers over 4 ranks sends 2,000 x 3/4 bytes."""
     keys = [f"zero_optimization.stage={stage}", f"gradient_accumulation_steps={accumulation}"]
+    keys.append(f"fp32_allreduce={str(fp32).lower()}")
+    halves = in_fp32 if fp32 else halves
     step = Step([600, 400], sent={"tensor": 7, "pipeline": 0})
     assert sent_per_step(config_of(*keys), step) == {
         "data": halves * 1500, "tensor": 7 * accumulation, "pipeline": 0
@@ -54,7 +58,7 @@ def test_bytes_of_gradients_and_weights(stage, accumulation, halves):
 def test_context_parallel_ranks_are_replicas_and_one_rank_sends_nothing():
     step = Step([1000])
     both = config_of("context_parallel_size=2")
-    assert sent_per_step(both, step)["data"] == 2 * 1500
+    assert sent_per_step(both, step)["data"] == 5 * 1500  # gradients are added in fp32
     assert sent_per_step(config_of(gpus=1), step)["data"] == 0
 
 

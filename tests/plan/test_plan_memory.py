@@ -20,7 +20,8 @@ PRECISIONS = {"bf16": 2, "fp32": 4}
 def config_of(stage, precision, *overrides, **zero):
     options = {"stage": stage, "reduce_bucket_size": 100, **zero}
     written = ", ".join(f"{key}: {value}" for key, value in options.items())
-    given = [f"zero_optimization={{{written}}}", f"precision={precision}", *overrides]
+    given = [f"zero_optimization={{{written}}}", f"precision={precision}", "fp32_allreduce=false"]
+    given += overrides
     given += ["train_batch_size=null", "train_micro_batch_size_per_gpu=4", "pos_emb=rotary"]
     files = [ROOT / "configs" / name for name in ("model/small.yml", "paper/train.yml")]
     return load_config(files, given, world_size=D)
@@ -71,8 +72,26 @@ def test_the_second_bucket_of_overlapping_communication(peak, stage, overlap):
         "gradients": gradients,
         "activations": LARGE,
         "working space": 70,
-        "communication": 2 * 100 * (2 if overlap else 1),
+        "communication": 2 * 100 * (2 if overlap else 1) + (2 * 100 if stage == 2 else 0),
     }
+
+
+@pytest.mark.parametrize(("stage", "copies"), [(1, 4 * 100), (2, 4 * 100 + 2 * 100)])
+def test_a_full_bucket_is_copied(peak, stage, copies):
+    """In the type of the sums, here fp32; with ZeRO-2, the slices of ranks also side by side."""
+    config = config_of(stage, "bf16", "fp32_allreduce=true")
+    assert peak(config, **in_backward(done=600))["communication"] == 2 * 100 + copies
+    assert peak(config, **in_backward(done=100))["communication"] == 2 * 100
+    assert peak(config, **in_backward(done=N))["communication"] == 2 * 100 + copies
+    if stage == 1:
+        assert peak(config, left=LARGE)["communication"] == 2 * 100 + copies
+
+
+def test_pipelines_have_one_bucket(peak):
+    """DeepSpeed switches `overlap_comm` off there."""
+    keys = {"overlap_comm": "true"}
+    config = config_of(1, "bf16", "pipe_parallel_size=2", **keys)
+    assert peak(config, **in_backward(done=600))["communication"] == 2 * 100
 
 
 @pytest.mark.parametrize(
@@ -81,7 +100,8 @@ def test_the_second_bucket_of_overlapping_communication(peak, stage, overlap):
 def test_zero_2_divides_gradients_after_the_first_bucket(peak, done, accumulation, shards):
     config = config_of(2, "bf16", f"gradient_accumulation_steps={accumulation}")
     found = peak(config, **in_backward(done))
-    assert (found["gradients"], found["communication"]) == (2 * shards * N / D, 200)
+    communication = 400 if done > 100 else 200  # with a copy of a full bucket
+    assert (found["gradients"], found["communication"]) == (2 * shards * N / D, communication)
 
 
 def test_zero_1_needs_its_bucket_from_the_first_gradient_on_or_if_it_accumulates(peak):

@@ -67,6 +67,14 @@ def _zero_with_pipeline(stages: int, zero: int) -> Found | None:
         )
 
 
+@relation("output_layer_parallelism", "hidden_size", "model_parallel_size")
+def _row_output(kind: str, hidden: int, ranks: int) -> Found | None:
+    if kind == "row" and hidden % ranks:
+        text = f"row divides hidden_size {hidden} among model_parallel_size {ranks}"
+        return "output_layer_parallelism", f"{text}; write column"
+    return None
+
+
 @relation("model_parallel_size", "num_attention_heads")
 def _heads(ranks: int, heads: int) -> Found | None:
     if heads % ranks:

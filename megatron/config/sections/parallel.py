@@ -45,6 +45,18 @@ class ParallelConfig(Section):
     world_size: Annotated[Positive, Key(None)] = 1
     data_parallel_size: Annotated[Positive, Key(None)] = 1
 
+    @property
+    def sums_in(self) -> str | None:
+        """The type in which processes add gradients; None is the precision of training."""
+        return "fp32" if self.fp32_allreduce else self.communication_data_type
+
+    @property
+    def overlaps(self) -> bool:
+        """Whether gradients are added beside the backward pass. In pipelines, they are not."""
+        return bool(self.zero.get("overlap_comm", self.zero_stage == 3)) and (
+            self.pipe_parallel_size == 1
+        )
+
 
 class CheckpointConfig(Section):
     save: Text | None = None  # folder of the run: checkpoints, metrics, config.yml

@@ -6,11 +6,13 @@ needs a list of the parameters for each way of sharding (see `conversion_info`).
 does not support the change from the old to the new layout, the run ends with an error before any
 file is converted.
 
-This module also works around three faults of DeepSpeed 0.19:
+This module also works around five faults of DeepSpeed 0.19:
 
 - Converted ZeRO-3 files contain no shapes.
 - ZeRO-3 expects the run's counters in a file of another name than ZeRO-1 and ZeRO-2 do.
 - Loading a checkpoint overwrites the norm to which gradients are clipped.
+- Paths are read as patterns (`plain_path`).
+- Loading fails on a rank that has nothing but the padding of a group of parameters.
 """
 
 import argparse
@@ -20,10 +22,11 @@ import multiprocessing
 import re
 import shutil
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ProcessPoolExecutor
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -37,6 +40,7 @@ from megatron.engine.checkpoint.record import Record, RunDescription
 from megatron.engine.checkpoint.saved_checkpoints import Saved
 from megatron.engine.errors import CheckpointError
 from megatron.engine.safe_load import only_safe_loads, safe_load
+from megatron.files import plain_path
 from megatron.parallel.groups import Groups
 from megatron.parallel.rng import derived_seed
 
@@ -120,7 +124,8 @@ def convert(
     try:
         target.mkdir(parents=True)
         with only_safe_loads():
-            _run_converter(saved.path, target, workers)
+            with plain_path(saved.folder) as source, plain_path(scratch) as result:
+                _run_converter(source / saved.tag, result / saved.tag, workers)
             _complete_weights(
                 target / "zero", saved.record, saved.record.cuts if cuts is None else cuts
             )
@@ -238,11 +243,25 @@ def load(engine: deepspeed.DeepSpeedEngine, folder: Path) -> None:
     settings: Any = engine._config
     settings.load_universal_checkpoint = True
     try:
-        with only_safe_loads():
-            engine.load_checkpoint(str(folder.parent), tag=folder.name)
+        with only_safe_loads(), _padding_skipped(optimizer), plain_path(folder.parent) as path:
+            engine.load_checkpoint(str(path), tag=folder.name)
     finally:
         settings.load_universal_checkpoint = False
     for state in optimizer.optimizer.state.values():
         # Fused Adam needs the step on the device. Each ZeRO-3 group would count a shared tensor.
         if torch.is_tensor(state.get("step")):
             state["step"] = state["step"].to(engine.device, copy=True)
+
+
+@contextlib.contextmanager
+def _padding_skipped(optimizer: Any) -> Iterator[None]:
+    """Let DeepSpeed load a group of parameters of which this rank has nothing but padding."""
+    # DeepSpeed 0.19 asks the first parameter of such a group for its step, and there is none.
+    groups = getattr(optimizer, "bit16_groups", None) or getattr(optimizer, "bf16_groups", [])
+    stub = SimpleNamespace(get_optim_state_keys=list)
+    with contextlib.ExitStack() as stack:
+        for params in groups:
+            if all(getattr(param, "_hp_mapping", stub) is None for param in params):
+                replaced = {"_hp_mapping": stub, "load_hp_checkpoint_state": lambda *_, **__: None}
+                stack.enter_context(mock.patch.multiple(params[0], **replaced))
+        yield

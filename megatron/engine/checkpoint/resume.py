@@ -22,6 +22,7 @@ from megatron.engine.errors import CheckpointError
 from megatron.engine.safe_load import only_safe_loads, safe_load
 from megatron.engine.training.optimizer import keep_hyperparameters
 from megatron.engine.training.schedule import AnnealingLR
+from megatron.files import plain_path
 from megatron.parallel.groups import Groups
 from megatron.parallel.rng import set_rng_state
 from megatron.run_folder import RunFolder
@@ -132,8 +133,8 @@ def restore(
         relayout.restore(engine, groups, saved, work / f"{UNFINISHED}universal", run.cuts, changed)
         return saved.record.progress
     try:
-        with only_safe_loads():
-            loaded, _ = engine.load_checkpoint(str(saved.folder), tag=saved.tag)
+        with only_safe_loads(), plain_path(saved.folder) as folder:
+            loaded, _ = engine.load_checkpoint(str(folder), tag=saved.tag)
         set_rng_state(safe_load(saved.path / f"rng_rank_{groups.rank:05d}.pt"))
     except Exception as error:  # any error: checkpoints of early versions have no checksums
         raise CheckpointError(

@@ -78,7 +78,6 @@ def engine_config(config: Config, replicas: int) -> dict[str, Any]:
     """
     batch, parallel, keys = config.batch, config.parallel, config.to_flat_dict()
     micro, accumulation = batch.train_micro_batch_size_per_gpu, batch.gradient_accumulation_steps
-    communication = "fp32" if parallel.fp32_allreduce else parallel.communication_data_type
     settings: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": micro,
         "gradient_accumulation_steps": accumulation,
@@ -96,7 +95,7 @@ def engine_config(config: Config, replicas: int) -> dict[str, Any]:
         # gradient. Theta is the second tensor.
         "pipeline": {"pipe_partitioned": False, "grad_partitioned": False},
         "flops_profiler": keys["flops_profiler"],
-        "communication_data_type": communication,
+        "communication_data_type": parallel.sums_in,
         "data_types": keys.get("data_types"),
     }
     # DeepSpeed takes a missing entry for its default, but not one without a value.

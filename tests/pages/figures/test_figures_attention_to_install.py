@@ -82,7 +82,7 @@ def test_the_embeddings():
     fire, smallest = load("fire"), load("kerple_power_original").parameters[0].low
     bam, sink, log_n = (load(x).initial_theta(2).unique() for x in ("bam", "sink", "log_n"))
     says("attention", f"{fire.width} numbers $v$", f"`fire` (default {fire.length})")
-    says("attention", rf"$-\max(m_h, {smallest}) \, d$", f"$m$; initially {bam.item():g} |")
+    says("attention", rf"$-\max(m_h, {smallest}) \, d$", f"$m$; initially {bam.item():g} (the")
     says("attention", f"| the logit, initially {sink.item():g} |")
     start = log_n.item() * math.log(load("log_n").length)
     says("attention", f"initially {start:g} / log(`length`)")

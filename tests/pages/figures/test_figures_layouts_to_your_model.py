@@ -20,7 +20,6 @@ from megatron.config.mlp_width import inner_width
 from megatron.data.tasks.registry import TASKS
 from megatron.engine.build import plan_of
 from megatron.engine.training.speed import flops_per_token
-from megatron.plan.plan_text import GPT2_VOCABULARY
 from tests.helpers.paths import CONFIGS, ROOT
 from tests.model.published_sizes import parameters
 from tests.pages.figures.held import (
@@ -128,11 +127,16 @@ def test_defaults_of_the_published_code():
 
 
 def test_your_model():
-    size, tokens = parameters(OWN, GPT2_VOCABULARY)[0], OWN.model.seq_length
+    page = (ROOT / "docs" / "your_model.md").read_text()
+    vocabulary = int(re.findall(r"train-tokenizer texts --size (\d+)", page)[0])
+    size, tokens = parameters(OWN, vocabulary)[0], OWN.model.seq_length
     tokens *= OWN.batch.train_batch_size * OWN.training.train_iters
     each = f"{tokens / size:.0f} for each parameter"
     says("your_model", f"The run reads {tokens / 1e9:.1f} billion tokens, {each}.")
-    says("your_model", f"a GPT of {round(size, -7) / 1e6:.0f} million parameters")
+    says(
+        "your_model",
+        f"a GPT of {size / 1e6:.0f} million parameters",
+    )
     first, *_, last = (n // OWN.model.seq_length for n in OWN.evaluation.eval_lengths)
     says("your_model", f"perplexity at {first} to {last} times the training length")
     smaller, small_model = (
