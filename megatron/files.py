@@ -43,10 +43,14 @@ def plain_path(folder: Path) -> Iterator[Path]:
 
     If the path has characters such as `*`, `[` or `+`, it is that of a temporary link.
     """
-    if not re.search(r"[][*?+(){}^$|\\]", str(folder)):
+
+    def plain(path: object) -> bool:
+        return not re.search(r"[][*?+(){}^$|\\]", str(path))
+
+    if plain(folder):
         yield folder
         return
-    with tempfile.TemporaryDirectory() as place:
+    with tempfile.TemporaryDirectory(dir=None if plain(tempfile.gettempdir()) else "/tmp") as place:
         link = Path(place) / "link"
         link.symlink_to(folder.resolve())
         yield link

@@ -15,6 +15,7 @@ import torch, so that tools that only read run folders start fast.
 """
 
 import os
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -139,7 +140,8 @@ def is_published(checkpoint: Path) -> bool:
     """Return whether a checkpoint folder is in the published (GPT-NeoX) layout."""
     # GPT-NeoX and this project both write such files. Only this project writes `kerple.json`
     # and `rng_rank_*.pt`, so a folder with such a file is not in the published layout.
-    ours = (checkpoint / RECORD).is_file() or any(checkpoint.glob("rng_rank_*.pt"))
+    ours = (checkpoint / RECORD).exists() or any(checkpoint.glob("rng_rank_*.pt"))
     if ours:  # `kerple.json` may have been lost, and the `rng_rank` files not
         return False
-    return any(checkpoint.glob("*_model_states.pt"))
+    names = os.listdir(checkpoint) if checkpoint.is_dir() else []
+    return any(re.fullmatch(r"(layer_\d+-model|mp_rank)_\d+[_-]model_states\.pt", x) for x in names)

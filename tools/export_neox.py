@@ -16,9 +16,9 @@ To load the export, set these keys in the published code's config:
 - `make_vocab_size_divisible_by`, only if N differs from the number of tensor-parallel ranks in
   training. Set it to the padded vocabulary size divided by N, because the published code compares
   its own padded size with the padded size in the checkpoint.
-- `rmsnorm_fusion: false`, only if the model has `norm: rmsnorm`. In gpt-neox since May 2025, that
-  norm adds its epsilon inside the root, as the fused norm does. But with `use_qk_layernorm`, the
-  fused norm takes its mean over all heads of a rank.
+- `rmsnorm_fusion: false`, only for gpt-neox since May 2025 and a model with `norm: rmsnorm`. There,
+  this norm adds its epsilon inside the root, as the fused norm does. But with `use_qk_layernorm`,
+  the fused norm takes its mean over all heads of a rank.
 """
 
 from pathlib import Path

@@ -41,7 +41,9 @@ def main() -> int:
     count = sum(tensor.numel() for tensor in found.weights.values())
     parts = found.shape.parts
     if not files:
-        found.notes.append("no config was found: taken as trained without gpt_j_residual")
+        without = "taken as trained without gpt_j_residual"
+        text = without if parts > 1 else "an export to several ranks needs an import with --config"
+        found.notes.append(f"no config was found: {text}")
     for note in found.notes:
         print(f"note: {note}")
     print(
@@ -63,7 +65,7 @@ def _checkpoint_in(folder: Path) -> Path:
     if saved is None or saved.kind != "published":
         raise CheckpointError(
             f"{folder} holds no published checkpoint: no `latest` that names a folder with files "
-            "layer_00-model_00-model_states.pt, ..."
+            "layer_00-model_00-model_states.pt, ..., or mp_rank_00_model_states.pt"
         )
     return saved.path
 

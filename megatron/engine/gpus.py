@@ -66,7 +66,7 @@ GPUS = {
 """Maps names to GPUs. The order matters, because `gpu_of_device` returns the first that fits."""
 
 
-_OTHER = re.compile(r"MIG|Laptop|\bTi\b|4090 D|GB200|H200 NVL|V100-PCIE")
+_OTHER = re.compile(r"MIG|GRID|Laptop|Max-Q|\bTi\b|4090 D|G[BH]200|H200 NVL|V100(?!-SXM2)")
 """Names of devices that contain the name of another GPU, but have other rates."""
 
 

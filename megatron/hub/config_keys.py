@@ -217,8 +217,10 @@ def _described(config: Config, kind: HubClass) -> dict[str, Any]:
         usual = kind.defaults[kind.entries["activation"]]
         act = usual if usual in TANH else TANH[0]
     values = {"activation": act, "intermediate_size": m.inner_width}
-    if m.max_position_embeddings:
-        values["seq_length"] = max(1, m.max_position_embeddings - m.opt_pos_emb_offset)
+    rows = m.max_position_embeddings or m.seq_length
+    values["seq_length"] = max(rows, m.seq_length)
+    if "learned" in terms_of(m.pos_emb):
+        values["seq_length"] = max(1, rows - m.opt_pos_emb_offset)
     found = {
         "model_type": kind.model_type,
         "architectures": [kind.name],

@@ -20,7 +20,7 @@ from megatron.engine.checkpoint.record import RunDescription
 from megatron.engine.checkpoint.resume import restore
 from megatron.engine.checkpoint.saved_checkpoints import Saved
 from megatron.engine.checkpoint.write import Destination
-from megatron.engine.errors import BadLossError, DivergedError
+from megatron.engine.errors import BadLossError, CheckpointError, DivergedError
 from megatron.engine.job.agreement import require_agreement, settings_of
 from megatron.engine.job.join import joined_job
 from megatron.engine.job.lease import Confirm, sole_writer, unleased
@@ -234,16 +234,16 @@ class Job:
             bad: The error that the training loop raised.
 
         Raises:
-            BadLossError: The run cannot go back, so `bad` is raised again.
-            DivergedError: The run has gone back to this checkpoint too often.
+            BadLossError: `on_bad_loss` is not `roll_back`, or no checkpoint is intact.
+            DivergedError: The run has gone back to this checkpoint MOST_ROLL_BACKS times.
         """
-        # The run cannot go back if `on_bad_loss` is not `roll_back`, or if there is no checkpoint.
-        # It may go back MOST_ROLL_BACKS times to one checkpoint.
         c = self.config
-        save = c.checkpoint.save if c.training.on_bad_loss == "roll_back" else None
-        if not save:
+        if not c.checkpoint.save or c.training.on_bad_loss != "roll_back":
             raise bad
-        saved, damaged = usable(Path(save), self.groups, allow_fallback=True)
+        try:
+            saved, damaged = usable(Path(c.checkpoint.save), self.groups, allow_fallback=True)
+        except CheckpointError as error:
+            raise BadLossError(f"{bad}; {error}") from error
         if saved is None:
             raise bad
         self._rolled_back.append(saved)

@@ -85,6 +85,13 @@ REFUSED = [
         "grad_accum_dtype",
         "no_weight_tying: true",
     ),
+    (
+        {"output_layer_parallelism": "row", "no_weight_tying": True, "hidden_size": 40}
+        | {"num_attention_heads": 6, "head_dim": 8, "model_parallel_size": 3},
+        "output_layer_parallelism",
+        "row divides hidden_size 40 among model_parallel_size 3; write column",
+    ),
+    ({"mlp_type": "llama"}, "mlp_type", "activation: swiglu"),
 ]
 
 

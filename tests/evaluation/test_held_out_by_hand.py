@@ -60,6 +60,9 @@ def test_a_validation_skips_the_batches_of_earlier_ones(job):
     data, engine, calls = job()
     assert validation(data, engine, 9) == {"validation/loss": 2.5}
     assert calls == [("valid", 2), *LOSS]
+    data, engine, calls = job()
+    validation(data, engine, 2)  # it is owed since a smaller `eval_interval`
+    assert calls == [("valid", 0), *LOSS]
     assert validation(*job(lacking=["valid"])[:2], 9) == {}
     data, engine, calls = job(eval_iters=0)
     assert validation(data, engine, 9) == {} and calls == []

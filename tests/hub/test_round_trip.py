@@ -142,13 +142,14 @@ def test_a_transformers_class_has_our_logits(tmp_path):
             torch.testing.assert_close(theirs(tokens).logits, wanted, rtol=0, atol=1e-5)
 
 
-def test_the_longest_text_is_that_of_the_config(tmp_path):
-    run = run_of(pos_emb="rotary", max_position_embeddings=256)
+@pytest.mark.parametrize(("given", "longest"), [(256, 256), (2, 6)])
+def test_the_longest_text_is_that_of_the_config_or_of_training(tmp_path, given, longest):
+    run = run_of(pos_emb="rotary", max_position_embeddings=given)
     run.model.float()  # a class of transformers computes in float64 with rounded angles
     (tmp_path / "hub").mkdir()
     export(run, tmp_path / "hub")
     theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "hub")
-    assert theirs.config.max_position_embeddings == 256 != run.config.model.seq_length
+    assert theirs.config.max_position_embeddings == longest and run.config.model.seq_length == 6
 
 
 def test_what_does_not_fit_is_named():

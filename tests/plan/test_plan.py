@@ -183,6 +183,7 @@ def test_gpus_by_their_cuda_names():
     others = ["NVIDIA T4", "Tesla V100-PCIE-32GB", "NVIDIA H200 NVL", "NVIDIA GB200"]
     others += ["NVIDIA GeForce RTX 3090 Ti", "NVIDIA GeForce RTX 4090 Laptop GPU"]
     others += ["NVIDIA H100 80GB HBM3 MIG 1g.10gb", "NVIDIA GeForce RTX 4090 D"]
+    others += ["NVIDIA GH200 480GB", "Tesla V100S-PCIE-32GB", "GRID A100D-80C"]
     assert [name for name in others if gpu_of_device(name)] == []
 
 

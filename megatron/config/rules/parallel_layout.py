@@ -67,9 +67,9 @@ def _zero_with_pipeline(stages: int, zero: int) -> Found | None:
         )
 
 
-@relation("output_layer_parallelism", "hidden_size", "model_parallel_size")
-def _row_output(kind: str, hidden: int, ranks: int) -> Found | None:
-    if kind == "row" and hidden % ranks:
+@relation("output_layer_parallelism", "no_weight_tying", "hidden_size", "model_parallel_size")
+def _row_output(kind: str, untied: bool, hidden: int, ranks: int) -> Found | None:
+    if kind == "row" and untied and hidden % ranks:
         text = f"row divides hidden_size {hidden} among model_parallel_size {ranks}"
         return "output_layer_parallelism", f"{text}; write column"
     return None

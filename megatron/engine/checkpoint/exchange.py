@@ -94,7 +94,8 @@ def export_checkpoint(source: Path, target: Path, *, parts: int | None = None) -
         about = {"schedule": None, "args": _args_of(config, weights)}
     args, written = about["args"], shape.parts
     shape = replace(shape, parts=parts or written)
-    if shape.summed_biases is None and shape.parts != written:
+    biases = any(name.endswith(("attention.dense.bias", "4h_to_h.bias")) for name in weights)
+    if biases and shape.summed_biases is None and shape.parts != written:
         raise CheckpointError(
             "no config was found when this checkpoint was imported, so it is not known how biases "
             "are split (gpt_j_residual); import it again with --config, or export without --tp"

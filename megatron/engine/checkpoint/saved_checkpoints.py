@@ -23,6 +23,7 @@ from megatron.engine.checkpoint import checksums
 from megatron.engine.checkpoint.full_weights import Weights, read_full
 from megatron.engine.checkpoint.record import Record, RunDescription
 from megatron.engine.errors import CheckpointError
+from megatron.engine.neox import read as neox
 from megatron.engine.neox.counters import counters
 from megatron.engine.safe_load import safe_load
 from megatron.model import BlockShape
@@ -127,14 +128,14 @@ class Saved:
         """Return a text that names a damaged file and its damage, or None if all files are intact.
 
         Every rank must call this method. A published (GPT-NeoX) checkpoint has no checksums, so its
-        result is always None.
+        result is None if there are weights.
 
         Args:
             optimizer: Whether to check the optimizer's files, too.
         """
         # With ZeRO-3, the optimizer's files hold the weights, so they are always checked.
         if is_published(self.path):
-            return None
+            return None if neox.has_weights(self.path) else f"{self.path}: {neox.NO_WEIGHTS}"
         skip = not optimizer and self.record.layout["zero_stage"] < 3
         return checksums.damage(self.path, groups, "*optim_states.pt" if skip else "")
 

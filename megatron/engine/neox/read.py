@@ -31,6 +31,7 @@ from megatron.engine.neox import counters, layout
 from megatron.engine.neox.shape import NORM, Shape, published_name
 from megatron.model.theta import THETA
 
+NO_WEIGHTS = "no layer files, and no weights in mp_rank_00_model_states.pt; a file is missing"
 MOST_FILES = 100_000
 """If the names of a checkpoint's files imply more files than this, some name is damaged."""
 
@@ -83,6 +84,8 @@ def read(checkpoint: Path, *, summed_biases: bool | None = False) -> Published:
     client = counters.client_state(checkpoint)
     args = {k: v for k, v in counters.mapping(client, "args").items() if isinstance(v, (int, str))}
     stored = _stored(checkpoint)
+    if not stored:
+        raise CheckpointError(f"{checkpoint}: {NO_WEIGHTS}")
     last = max((index for index, _ in stored), default=0)
     states = {
         place: {published_name(name): value for name, value in state.items()}
@@ -117,9 +120,18 @@ def read(checkpoint: Path, *, summed_biases: bool | None = False) -> Published:
                 out.problems.append(f"{layout.file_name(index, 0)}: {name} is not known")
             else:
                 out.weights[ours] = tensor
+    drifted = [each for each in out.shards if shape.rule(each.partition(".")[2]) != "summed"]
+    if drifted:
+        what = f"{len(drifted)} tensors, such as {drifted[0]}"
+        out.notes.append(f"{what}: the shards differ slightly; their mean is taken")
     _check_width(out)
     _take_kernel({i: kernel for i, kernel in kernels.items() if 2 <= i < num_layers + 2}, out)
     return out
+
+
+def has_weights(checkpoint: Path) -> bool:
+    """Return whether a folder contains layer files, or weights of `pipe_parallel_size: 0`."""
+    return any(checkpoint.glob("layer_*")) or bool(_stored(checkpoint))
 
 
 def _stored(checkpoint: Path) -> dict[tuple[int, int], dict[str, Any]]:
@@ -231,8 +243,6 @@ def _merge_position(
                 not torch.equal(shard, shards[0]) for shard in shards
             ):
                 out.shards[f"{index}.{name}"] = shards
-                if how != "summed":
-                    out.notes.append(f"{where}: its shards differ slightly; their mean is taken")
     return merged
 
 

@@ -139,7 +139,8 @@ class Wandb:
         import wandb
 
         options: dict[str, Any] = {"silent": True, "console": "off"}
-        if "finish_timeout" in wandb.Settings.model_fields:  # not in wandb 0.24
+        known = "finish_timeout" in wandb.Settings.model_fields  # not in wandb 0.24
+        if known and "WANDB_FINISH_TIMEOUT" not in os.environ:
             options["finish_timeout"] = FINISH_SECONDS
         if settings.wandb_host is not None:
             options["base_url"] = settings.wandb_host

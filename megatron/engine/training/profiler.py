@@ -43,10 +43,12 @@ class StepProfiler(Hook):
     def before_step(self, number: int) -> None:
         """Begin the profile before the first profiled step; end it after the last profiled step."""
         if self._step == 0 and number > self._first and (self._traces or self._records):
-            self._log.line(
-                f"profile: the run begins at step {number}, after profile_step_start: "
-                f"{self._first}, so nothing is profiled; write {number} or more"
-            )
+            folder = self._run_dir if self._traces else self._memory_dir
+            if not any(folder.glob(f"profile_step{self._first}-*")):  # of an earlier start
+                self._log.line(
+                    f"profile: the run begins at step {number}, after profile_step_start: "
+                    f"{self._first}, so nothing is profiled; write {number} or more"
+                )
         self._step = number
         if self._step == self._first:
             self._begin()

@@ -165,6 +165,8 @@ def test_what_only_gpt_neox_has_is_exported_in_its_format(tmp_path, case, parts)
         ({"rmsnorm_fusion": False}, "adds rms_norm_epsilon inside the root"),
         ({"norm": "layernorm"}, "takes the mean of use_qk_layernorm over all heads"),
         ({"pos_emb": "kerple_log"}, "gpt-neox has no pos_emb kerple_log"),
+        ({"gpt_j_residual": True}, "gpt-neox leaves out attention"),
+        ({"activation": "gelu"}, "gpt-neox cannot compute gelu without biases in the MLP"),
         ({"rope_scaling": {"type": "ntk", "factor": 2}}, "published code has no rope_scaling"),
         ({"attention_output_gate": True}, "published code has no attention_output_gate"),
     ],

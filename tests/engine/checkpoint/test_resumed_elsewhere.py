@@ -37,7 +37,7 @@ def test_a_folders_name_is_no_pattern(tmp_path, prefix):
     run_ranks(1, train, tmp_path / "stage1", prefix, cell(1, "fp32"))
     again = tmp_path / "a+b (stage*)"
     run_ranks(1, train, again, prefix, cell(3, "fp32"), tmp_path / "stage1")
-    assert rows(again) == pytest.approx(rows(tmp_path / "stage1"), rel=1e-6)
+    assert rows(again) == pytest.approx(rows(tmp_path / "stage1"), rel=1e-5)
 
 
 def test_a_layout_with_a_rank_that_has_padding_alone(tmp_path, prefix):
@@ -45,9 +45,9 @@ def test_a_layout_with_a_rank_that_has_padding_alone(tmp_path, prefix):
     keys = {"num_attention_heads": 2, "pos_emb": "alibi_learned", "theta_lr_multiplier": 10.0}
     run_ranks(1, train, tmp_path / "one", prefix, keys)
     run_ranks(2, train, tmp_path / "two", prefix, keys, tmp_path / "one")
-    assert rows(tmp_path / "two") == pytest.approx(rows(tmp_path / "one"), rel=1e-6)
+    assert rows(tmp_path / "two") == pytest.approx(rows(tmp_path / "one"), rel=1e-5)
     run_ranks(2, train, tmp_path / "on", prefix, keys | {"train_iters": 5}, tmp_path / "two")
-    assert rows(tmp_path / "on")[4] == pytest.approx(rows(tmp_path / "two")[4], rel=1e-6)
+    assert rows(tmp_path / "on")[4] == pytest.approx(rows(tmp_path / "two")[4], rel=1e-5)
 
 
 def log_on_one_rank(groups, folder, prefix):

@@ -102,6 +102,9 @@ def test_a_run_that_goes_on_after_the_first_step_says_that_nothing_is_profiled(t
     steps.end()
     assert len(said) == 1 and "begins at step 5, after profile_step_start: 2" in said[0]
     assert not list(tmp_path.iterdir())
+    (tmp_path / "profile_step2-9.txt").touch()  # of the run, before it was stopped
+    profiler(tmp_path, said, profile=True, memory_profiling=False).before_step(5)
+    assert len(said) == 1
 
 
 def test_memory_of_a_gpu_is_recorded(tmp_path, monkeypatch):
