@@ -27,6 +27,12 @@ def numerics_of(config: Config) -> Numerics:
     return PublishedNumerics(DTYPES[config.training.precision])
 
 
+def sums_in(config: Config) -> str | None:
+    """Return the type in which processes add gradients; None is the precision of training."""
+    p = config.parallel
+    return "fp32" if p.fp32_allreduce else p.communication_data_type
+
+
 def shape_of(config: Config, vocab_size: int) -> GPTShape:
     """Return the shape of the config's model.
 

@@ -23,7 +23,7 @@ from collections.abc import Iterator
 import torch
 
 from megatron.config import Config
-from megatron.engine.model_shape import DTYPES
+from megatron.engine.model_shape import DTYPES, sums_in
 from megatron.engine.training.deepspeed_engine import REDUCE_BUCKET_SIZE
 from megatron.engine.training.muon import CPU_DTYPE
 from megatron.plan.step import Step, measured_step
@@ -83,7 +83,7 @@ def moments(config: Config, step: Step, device_type: str) -> Iterator[Memory]:
     held: Memory = {"weights": weights, "optimizer": (momenta + copy) * shard}
     numbers = min(size, zero["reduce_bucket_size"])
     bucket = b * numbers * (2 if p.overlaps and stage in (1, 2) else 1)
-    c = DTYPES[p.sums_in or t.precision].itemsize
+    c = DTYPES[sums_in(config) or t.precision].itemsize
     # Copies of a full bucket: in the type of the sums and, with stage 2, slices side by side
     copies = numbers * ((c if c != b else 0) + (b if stage == 2 and size > 2 * shard else 0))
     several = config.batch.gradient_accumulation_steps > 1

@@ -30,7 +30,7 @@ from math import ceil
 from megatron.config import Config
 from megatron.config.mlp_width import GATED
 from megatron.engine.gpus import Gpu
-from megatron.engine.model_shape import DTYPES
+from megatron.engine.model_shape import DTYPES, sums_in
 from megatron.model.shape import GPTShape
 from megatron.plan.step import Step
 
@@ -151,7 +151,7 @@ def _data_bytes(config: Config, size: int) -> tuple[float, float]:
     p, several = config.parallel, config.batch.gradient_accumulation_steps
     replicas = p.data_parallel_size * p.context_parallel_size
     precision = config.training.precision
-    itemsize, sums = DTYPES[precision].itemsize, DTYPES[p.sums_in or precision].itemsize
+    itemsize, sums = DTYPES[precision].itemsize, DTYPES[sums_in(config) or precision].itemsize
     part = size * (replicas - 1) / replicas
     # A sum (DeepSpeed sums whole buckets in stages 1 and 2, too), and a gathering. ZeRO-2 sums
     # after each micro-batch. ZeRO-3 sums slices, and gathers the weights for each forward and each

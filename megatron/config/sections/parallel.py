@@ -46,11 +46,6 @@ class ParallelConfig(Section):
     data_parallel_size: Annotated[Positive, Key(None)] = 1
 
     @property
-    def sums_in(self) -> str | None:
-        """The type in which processes add gradients; None is the precision of training."""
-        return "fp32" if self.fp32_allreduce else self.communication_data_type
-
-    @property
     def overlaps(self) -> bool:
         """Whether gradients are added beside the backward pass. In pipelines, they are not."""
         return bool(self.zero.get("overlap_comm", self.zero_stage == 3)) and (

@@ -12,7 +12,7 @@ from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
 from torch import nn
 
 from megatron.config import Config
-from megatron.engine.model_shape import numerics_of
+from megatron.engine.model_shape import numerics_of, sums_in
 from megatron.engine.training.compiled import compile_model
 from megatron.engine.training.optimizer import build_optimizer, optimizer_kind, parameter_groups
 from megatron.engine.training.schedule import AnnealingLR, schedule_of
@@ -76,7 +76,7 @@ def engine_config(config: Config, replicas: int) -> dict[str, Any]:
         replicas: The number of replicas of the model. The replicas read different sequences or,
             with context parallelism, different tokens of the same sequences.
     """
-    batch, parallel, keys = config.batch, config.parallel, config.to_flat_dict()
+    batch, keys = config.batch, config.to_flat_dict()
     micro, accumulation = batch.train_micro_batch_size_per_gpu, batch.gradient_accumulation_steps
     settings: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": micro,
@@ -95,7 +95,7 @@ def engine_config(config: Config, replicas: int) -> dict[str, Any]:
         # gradient. Theta is the second tensor.
         "pipeline": {"pipe_partitioned": False, "grad_partitioned": False},
         "flops_profiler": keys["flops_profiler"],
-        "communication_data_type": parallel.sums_in,
+        "communication_data_type": sums_in(config),
         "data_types": keys.get("data_types"),
     }
     # DeepSpeed takes a missing entry for its default, but not one without a value.
