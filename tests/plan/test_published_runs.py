@@ -60,11 +60,11 @@ def test_the_summary_is_that_of_the_table(repo_root):
         assert float(found["median error"].strip("%")) == pytest.approx(middle, abs=0.6)
         assert float(found["largest error"].strip("%")) == pytest.approx(errors[-1], abs=0.6)
         ends = [(row, *map(float, row["interval"].split(" to "))) for row in own]
-        least, most = (  # the page's seconds have three digits
-            sum(a * (1 + x) <= float(row["published s"]) <= b * (1 - x) for row, a, b in ends)
-            for x in (0.002, -0.002)
-        )
-        assert least <= int(found["within the interval"]) <= most
+        inside = sum(low < float(row["published s"]) < high for row, low, high in ends)
+        # Three digits do not show on which side of an end such a run is.
+        ties = [row["run"] for row, *both in ends if float(row["published s"]) in both]
+        assert ties in ([], ["GPT-NeoX-20B"])
+        assert inside <= int(found["within the interval"]) <= inside + len(ties)
         if found["rows"] == "held-out":
             text = f"median error {found['median error']}, largest {found['largest error']}"
             assert text in (repo_root / "docs" / "memory_and_speed.md").read_text()

@@ -48,9 +48,8 @@ class ParallelConfig(Section):
     @property
     def overlaps(self) -> bool:
         """Whether gradients are added beside the backward pass. In pipelines, they are not."""
-        return bool(self.zero.get("overlap_comm", self.zero_stage == 3)) and (
-            self.pipe_parallel_size == 1
-        )
+        asked = self.zero.get("overlap_comm", self.zero_stage == 3)
+        return bool(asked) and self.pipe_parallel_size == 1
 
 
 class CheckpointConfig(Section):

@@ -133,10 +133,7 @@ def test_your_model():
     tokens *= OWN.batch.train_batch_size * OWN.training.train_iters
     each = f"{tokens / size:.0f} for each parameter"
     says("your_model", f"The run reads {tokens / 1e9:.1f} billion tokens, {each}.")
-    says(
-        "your_model",
-        f"a GPT of {size / 1e6:.0f} million parameters",
-    )
+    says("your_model", f"a GPT of {size / 1e6:.0f} million parameters")
     first, *_, last = (n // OWN.model.seq_length for n in OWN.evaluation.eval_lengths)
     says("your_model", f"perplexity at {first} to {last} times the training length")
     smaller, small_model = (
