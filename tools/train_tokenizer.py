@@ -14,6 +14,8 @@ from megatron import entry
 from megatron.config.builtin import CORPUS
 from megatron.data.corpora.python_stdlib import stdlib_files, stdlib_root
 from megatron.data.errors import DataError
+from megatron.data.prepare.compression import COMPRESSIONS
+from megatron.data.prepare.sources import kind_of
 from megatron.data.tokenizers.base import END_OF_DOCUMENT
 from megatron.files import write_text
 
@@ -29,7 +31,7 @@ def train_tokenizer(texts: Sequence[str], size: int, out: Path) -> int:
         out: The path of the file to write.
 
     Raises:
-        DataError: There is no text, or `size` is too small.
+        DataError: There is no text, a file is not plain text, or `size` is too small.
     """
     import tokenizers
 
@@ -44,6 +46,9 @@ def train_tokenizer(texts: Sequence[str], size: int, out: Path) -> int:
             paths += sorted(p for p in root.rglob("*") if p.is_file()) if root.is_dir() else [root]
     if not paths:
         raise DataError(f"{', '.join(texts)}: no text files; name a file or a folder of them")
+    packed = [p for p in paths if p.suffix in COMPRESSIONS or kind_of(p.name) not in (None, "text")]
+    if packed:
+        raise DataError(f"{packed[0]}: not plain text; write its texts into .txt files first")
     found = tokenizers.Tokenizer(tokenizers.models.BPE())
     found.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
     found.decoder = tokenizers.decoders.ByteLevel()

@@ -126,7 +126,7 @@ CORPORA: dict[str, Corpus] = {
             for i in range(1024)
         ),
         "ODC-BY, and Common Crawl's terms",
-        hubs=("allenai/c4",),
+        hubs=("allenai/c4:train:en",),
     ),
 }
 
@@ -167,10 +167,10 @@ def alternatives(name: str, corpus: Corpus) -> str:
     for hub in corpus.hubs:
         of_pile = hub == _UNCOPYRIGHTED and corpus.pile_set
         sets = f" --pile-set '{corpus.pile_set}'" if of_pile else ""
-        ways.append(f"a data-set hub: --input hub:{hub}{sets} --name {name}")
+        ways.append(f"a data-set hub: prepare_data.py {name} --input hub:{hub}{sets}")
     if corpus.pile_set:
         ways.append(
-            f"shards of the Pile: --input 'pile/*.jsonl.zst' --pile-set '{corpus.pile_set}' "
-            f"--name {name}"
+            f"shards of the Pile: prepare_data.py {name} --input 'pile/*.jsonl.zst' --pile-set "
+            f"'{corpus.pile_set}'"
         )
     return "\n".join(f"  - {way}" for way in ways)

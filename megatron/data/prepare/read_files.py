@@ -166,7 +166,7 @@ def _read_zip(source: Source, keys: tuple[str, ...], facts: dict, place: Place) 
     with open(source.path, "rb") as file, zipfile.ZipFile(file) as archive:
 
         def members() -> Iterator[Member]:
-            for entry in archive.infolist():
+            for entry in sorted(archive.infolist(), key=lambda entry: entry.header_offset):
                 if not entry.is_dir() and "/._" not in f"/{entry.filename}":
                     place.name = f"{source.path}!{entry.filename}"
                     yield place.name, partial(archive.open, entry)

@@ -72,7 +72,7 @@ def _holds_text(kind: Any) -> bool:
 def read_hub(source: Source, keys: tuple[str, ...], facts: dict, place: Place) -> Iterator[Chunk]:
     """Yield the chunks of a data set that the `datasets` library opens.
 
-    Each row becomes one JSON record.
+    Each row becomes one JSON record. Columns other than `keys` and `meta` are null in it.
 
     Args:
         source: The source to read. For a data set of the Hugging Face hub, the path is
@@ -96,8 +96,12 @@ def read_hub(source: Source, keys: tuple[str, ...], facts: dict, place: Place) -
     if isinstance(rows, dict):
         raise Fault(source.path, f"holds several splits; give one of {sorted(rows)}'s folder")
     place.name = f"{source.path}:1"
+    kept = (
+        {name: value if name in (*keys, "meta") else None for name, value in row.items()}
+        for row in cast(Iterable[Mapping], rows)
+    )
     with foreign_bytes(place, "cannot be read further"):
-        yield from record_chunks(cast(Iterable[Mapping], rows), source.path, place)
+        yield from record_chunks(kept, source.path, place)
     facts["rows"] = place.records
 
 

@@ -121,11 +121,11 @@ def find_sources(inputs: Iterable[str | os.PathLike]) -> list[Source]:
     return sources
 
 
-def _add(sources: list[Source], path: str, kind: str, faults: list[str], folder: bool = False):
+def _add(sources: list[Source], path: str, kind: str, faults: list[str]) -> None:
     size = os.path.getsize(path)
     if not os.path.isfile(path):
         faults.append(f"{path}: is a pipe, socket or device; write its content into a file")
-    elif size == 0 and not folder:
+    elif size == 0 and kind != "text":  # a text file may be empty, as __init__.py is
         faults.append(f"{path}: is empty")
     elif kind == "text" and sources and sources[-1].kind == "text":
         sources[-1].paths.append(path)
@@ -158,4 +158,4 @@ def _add_folder(folder: str, sources: list[Source], faults: list[str]) -> None:
     if not found and not unreadable:
         faults.append(f"{folder}: a folder without files")
     for path in found:
-        _add(sources, path, kind_of(path) or "text", faults, folder=True)
+        _add(sources, path, kind_of(path) or "text", faults)

@@ -33,12 +33,12 @@ def eval_sequences(
     """
     # The number n is as large as the documents and `max_tokens` allow. To compare several lengths
     # on the same targets, pass the return value of `eval_span`.
-    row = tokens_of(shards, documents)
-    n = min(max_tokens, len(row) - 1) // length
+    row = tokens_of(shards, documents, max_tokens + 1)  # a copy, if it spans several shards
+    n = (len(row) - 1) // length
     if n < 1:
         raise ShardError(
-            f"{shards.prefix}: documents {documents[0]} to {documents[1]} hold {len(row)} tokens "
-            f"and at most {max_tokens} targets are wanted: not one sequence of {length} + 1; "
+            f"{shards.prefix}: documents {documents[0]} to {documents[1]}, with at most "
+            f"{max_tokens} targets, give {len(row)} tokens: not one sequence of {length} + 1; "
             "give this split more of `split`, or evaluate shorter lengths"
         )
     out_NT = np.empty((n, length + 1), dtype=np.int64)
@@ -62,7 +62,7 @@ def eval_span(
     """
     # If every common multiple is too large, the result is the largest multiple of max(lengths)
     # within the limits. This multiple may be 0.
-    available = max(0, min(max_tokens, len(tokens_of(shards, documents)) - 1))
+    available = max(0, len(tokens_of(shards, documents, max_tokens + 1)) - 1)
     multiple = math.lcm(*lengths)
     if available >= multiple:
         return available // multiple * multiple

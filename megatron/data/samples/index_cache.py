@@ -1,7 +1,7 @@
 """Cache sample indices on disk, for all processes of a machine and for later runs.
 
 The name of an index folder contains a hash of everything that the index depends on. The folder is
-written under a temporary name and then renamed, so it is never incomplete. The arrays are
+written under a temporary name and then renamed, so it is never incomplete. Large arrays are
 memory-mapped, so all processes of a machine share one copy.
 
 Every rank looks for the folder and builds the index if the folder is missing. A file lock lets only
@@ -26,6 +26,7 @@ from megatron.files import flush
 
 _ALGORITHM = 1  # increase it when `build_sample_index` changes the order
 _ARRAYS = ("doc_idx", "sample_idx", "shuffle_idx")
+_MAPPED_BYTES = 1 << 20  # a smaller array is read, because a memory-mapped one keeps a file open
 
 
 def cache_folder(data_folder: Path) -> Path:
@@ -80,11 +81,13 @@ def cached_sample_index(
 
 def _load(folder: Path) -> SampleIndex | None:
     """Load the sample index in `folder`, or return None if a file is missing or unreadable."""
-    # The index is memory-mapped.
+    # A text that is continued past its plan has an index for each further epoch.
     if not folder.is_dir():
         return None
     try:
-        arrays = [np.load(folder / f"{array}.npy", mmap_mode="r") for array in _ARRAYS]
+        paths = [folder / f"{array}.npy" for array in _ARRAYS]
+        modes = ("r" if path.stat().st_size > _MAPPED_BYTES else None for path in paths)
+        arrays = list(map(np.load, paths, modes))
     except (OSError, ValueError, EOFError):
         return None
     # Indexing an np.memmap itself is slow.
@@ -92,7 +95,7 @@ def _load(folder: Path) -> SampleIndex | None:
 
 
 def _store(index: SampleIndex, folder: Path) -> SampleIndex:
-    """Store `index` in `folder`, and return it memory-mapped."""
+    """Store `index` in `folder`, and return it as `_load` does."""
     # If storing fails, `index` itself is returned.
     unfinished = folder.with_name(f".{folder.name}.{uuid.uuid4().hex[:8]}")
     try:

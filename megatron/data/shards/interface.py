@@ -41,11 +41,12 @@ class Shards(Protocol):
         ...
 
 
-def tokens_of(shards: Shards, documents: tuple[int, int]) -> np.ndarray:
+def tokens_of(shards: Shards, documents: tuple[int, int], most: int | None = None) -> np.ndarray:
     """Return the tokens of several consecutive documents as one array.
 
     Args:
         documents: (start, end). The range includes document `start` and excludes document `end`.
+        most: The largest number of tokens to return. None means all.
 
     Raises:
         ValueError: The shards do not contain all these documents.
@@ -58,4 +59,4 @@ def tokens_of(shards: Shards, documents: tuple[int, int]) -> np.ndarray:
         return shards.tokens[:0]
     begin = int(shards.pointers[start]) // shards.dtype.itemsize
     stop = int(shards.pointers[end - 1]) // shards.dtype.itemsize + int(shards.sizes[end - 1])
-    return shards.tokens[begin:stop]
+    return shards.tokens[begin : stop if most is None else min(stop, begin + most)]

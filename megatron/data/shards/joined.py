@@ -2,7 +2,9 @@
 
 import glob
 import os
+import resource
 from bisect import bisect_right
+from collections import Counter
 from collections.abc import Sequence
 
 import numpy as np
@@ -62,12 +64,13 @@ def _check_all_partitions(pattern: str, prefixes: list[str]) -> None:
     """
     # Each process of `prepare_data.py --partition I/N` writes the shard of one partition. If
     # `prefixes` name one partition of a run, they must name all partitions of this run.
-    found: dict[int, set[int]] = {}
+    found: dict[int, Counter[int]] = {}
     for prefix in prefixes:
         if partition := partition_of(read_manifest(prefix)):
-            found.setdefault(partition["of"], set()).add(partition["part"])
-    for of, numbers in found.items():
-        if missing := sorted(set(range(1, of + 1)) - numbers)[:9]:
+            found.setdefault(partition["of"], Counter())[partition["part"]] += 1
+    for of, parts in found.items():
+        corpora = max(parts.values())
+        if missing := [part for part in range(1, of + 1) if parts[part] < corpora][:9]:
             raise ShardError(
                 f"{pattern}: partition {', '.join(map(str, missing))} of {of} is missing; prepare "
                 "it, or name the prefixes one by one to do without"
@@ -88,6 +91,10 @@ def open_each(data_path: DataPath, tokenizer: Tokenizer | None = None) -> list[S
     if tokenizer is not None:
         for prefix in prefixes:
             check_tokenizer(prefix, tokenizer)
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)  # a memory-mapped file stays open
+    if resource.RLIM_INFINITY not in (soft, hard):
+        limits = min(soft + 2 * len(prefixes), hard), hard
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
     return [ShardReader(prefix) for prefix in prefixes]
 
 

@@ -40,8 +40,7 @@ def merge(prefixes: Sequence[str], output: str | os.PathLike) -> tuple[int, int]
             known = [each for each in manifests if each]
             if len(known) == len(readers):
                 sums = {key: sum(each.get(key, 0) for each in known) for key in COUNTS}
-                names = [Path(prefix).name for prefix in prefixes]
-                merged = dict(zip(names, (each["source"] for each in known), strict=True))
+                merged = dict(zip(prefixes, (each["source"] for each in known), strict=True))
                 sums["append_eod"] = all(each.get("append_eod", True) for each in known)
                 writer.manifest = to_bytes({**known[0], **sums, "source": {"merged": merged}})
             if not writer.documents:

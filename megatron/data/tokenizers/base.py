@@ -194,7 +194,7 @@ def check_utf8(texts: Sequence[str]) -> None:
 
 @contextmanager
 def fault_in_file(message: str) -> Iterator[None]:
-    """Turn any error of the `with` block into a TokenizerError. The block reads a tokenizer file.
+    """Turn any error of the `with` block into a TokenizerError. The block reads or uses a file.
 
     Args:
         message: The start of the text of the TokenizerError.

@@ -72,7 +72,8 @@ class HFTokenizer(Tokenizer):
 
     def encode_batch(self, texts: list[str]) -> list[np.ndarray]:
         check_utf8(texts)
-        encodings = self.reference.encode_batch_fast(texts, add_special_tokens=False)
+        with fault_in_file("the tokenizer.json cannot encode a text"):
+            encodings = self.reference.encode_batch_fast(texts, add_special_tokens=False)
         return [np.array(encoding.ids, dtype=self.dtype) for encoding in encodings]
 
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:

@@ -195,7 +195,8 @@ def test_check_and_a_dead_link_name_the_alternatives(server, tmp_path, monkeypat
     assert prepare_data.main(["github", "-t", "ByteLevelTokenizer", "-d", str(tmp_path)]) == 1
     err = capsys.readouterr().err
     for text in (out, err):
-        assert "--input hub:monology/pile-uncopyrighted --pile-set 'Github' --name github" in text
+        for ways in ("hub:monology/pile-uncopyrighted", "'pile/*.jsonl.zst'"):
+            assert f"prepare_data.py github --input {ways} --pile-set 'Github'\n" in text
         assert "prepare_data.py github --input FILE" in text and "--mirror" in text
     server.files["gone.jsonl.zst"] = b"back"
     assert prepare_data.main(["--check", "github"]) == 0

@@ -10,6 +10,7 @@ import tarfile
 import zipfile
 from pathlib import Path
 
+import lm_dataformat
 import pytest
 
 import prepare_data
@@ -54,7 +55,27 @@ def empty_archives(folder: Path) -> dict[str, Path]:
     return made
 
 
-@pytest.mark.parametrize("kind", [".jsonl.gz", ".tar", ".zip", ".parquet"])
+@pytest.mark.parametrize("kind", [".jsonl.gz", ".parquet"])
+def test_the_last_file_of_a_writer_may_have_no_records(tmp_path, run, kind):
+    empty, good = empty_archives(tmp_path)[kind], tmp_path / "good.jsonl"
+    good.write_text(GOOD)
+    run([good, empty])
+    assert len(ShardReader(tmp_path / "out" / "x_text_document")) == 1
+    assert "no document with text in it; nothing is written" in run([empty], code=1, name="y")
+
+
+def test_an_archive_that_lm_dataformat_committed_twice(tmp_path, run):
+    archive = lm_dataformat.Archive(str(tmp_path / "in"))
+    archive.add_data("once")
+    archive.commit()
+    archive.commit()  # writes a file without records
+    assert list(lm_dataformat.Reader(str(tmp_path / "in")).stream_data()) == ["once"]
+    assert len(list((tmp_path / "in").glob("*.jsonl.zst"))) == 2
+    run([tmp_path / "in"])
+    assert len(ShardReader(tmp_path / "out" / "x_text_document")) == 1
+
+
+@pytest.mark.parametrize("kind", [".tar", ".zip"])
 def test_an_archive_without_records_is_an_error(tmp_path, run, kind):
     """This holds among good inputs, too, because an empty archive is probably a mistake."""
     empty, good = empty_archives(tmp_path)[kind], tmp_path / "good.jsonl"
@@ -119,13 +140,34 @@ def test_a_glob_wants_all_partitions(tmp_path, run):
         find_prefixes(tmp_path / "out" / "x-*_text_document")
     one_by_one = [tmp_path / "out" / f"x-0000{part}-of-00003_text_document" for part in (2, 3)]
     assert find_prefixes(one_by_one) == list(map(str, one_by_one))
+    for part in (1, 2, 3):
+        run([path], "--partition", f"{part}/3", name="y")
+    with pytest.raises(ShardError, match="partition 1 of 3 is missing"):
+        find_prefixes(tmp_path / "out" / "*_text_document")  # of one of two corpora
     run([path], "--partition", "1/3")
     assert len(find_prefixes(tmp_path / "out" / "x-*_text_document")) == 3
+    assert len(find_prefixes(tmp_path / "out" / "*_text_document")) == 6
+
+
+def test_partitions_of_a_zip_whose_directory_is_in_another_order(tmp_path, run):
+    path = tmp_path / "a.zip"
+    texts = [chr(97 + i) * 300_000 for i in range(4)]
+    with zipfile.ZipFile(path, "w") as archive:
+        for i, text in enumerate(texts):
+            archive.writestr(f"{i}.txt", text)
+        archive.filelist.reverse()
+    parts = [tmp_path / "out" / f"x-0000{part}-of-00002_text_document" for part in (1, 2)]
+    for part in (1, 2):
+        run([path], "--partition", f"{part}/2")
+    found = [reader.get(i) for reader in map(ShardReader, parts) for i in range(len(reader))]
+    encode = ByteLevelTokenizer()
+    assert [encode.decode(each[:-1]) for each in found] == texts
 
 
 def test_folders_of_the_datasets_library(tmp_path, run):
     datasets = pytest.importorskip("datasets")
     rows = datasets.Dataset.from_dict({"text": [f"row {i}" for i in range(600)]})
+    rows = rows.add_column("digest", [bytes([237, 255])] * 600)  # is not UTF-8, and is not read
     rows.save_to_disk(tmp_path / "rows")
     datasets.DatasetDict({"train": rows}).save_to_disk(tmp_path / "splits")
     run([tmp_path / "rows"])

@@ -51,9 +51,12 @@ def test_span_of_lengths_without_a_common_multiple(text):
 
 
 def test_messages(text):
-    with pytest.raises(ShardError, match="documents 3 to 4 hold 1 tokens .* shorter lengths"):
+    with pytest.raises(
+        ShardError,
+        match="documents 3 to 4, with at most 100 targets, give 1 tokens: .* shorter lengths",
+    ):
         eval_sequences(text, (3, 4), 2, 100)
-    with pytest.raises(ShardError, match="documents 2 to 2 hold 0 tokens"):
+    with pytest.raises(ShardError, match="documents 2 to 2, with .* give 0 tokens: "):
         eval_sequences(text, (2, 2), 2, 100)
     with pytest.raises(ValueError, match=r"documents \(0, 6\) of 5"):
         eval_sequences(text, (0, 6), 2, 100)

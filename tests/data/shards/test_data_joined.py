@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+from pathlib import Path
+
 import numpy as np
 import pytest
 
 from megatron.data.errors import ShardError
 from megatron.data.samples.dataset import TokenDataset
-from megatron.data.samples.evaluation import eval_sequences
+from megatron.data.samples.evaluation import eval_sequences, eval_span
 from megatron.data.shards.interface import tokens_of
 from megatron.data.shards.joined import JoinedShards, find_prefixes, join, open_each
 from megatron.data.shards.merge import merge
 from megatron.data.shards.reader import ShardReader
 from megatron.data.shards.writer import ShardWriter
+from tests.helpers.paths import ROOT
 
 
 @pytest.fixture
@@ -91,3 +96,36 @@ def test_what_does_not_belong_together(parts, make_shards, tmp_path):
         (tmp_path / f"p-{i}.json").write_text(f'{{"tokenizer_fingerprint": "{fingerprint}"}}')
     with pytest.raises(ShardError, match="p-3: was made with another tokenizer than"):
         JoinedShards(open_each(prefixes))
+
+
+def test_the_first_tokens_of_many_are_read_without_the_others(parts, tmp_path, monkeypatch):
+    prefixes, whole = parts
+    joined = join(open_each(prefixes))
+    tokens, read = type(joined.tokens), []
+    original = tokens.__getitem__
+    monkeypatch.setattr(
+        tokens, "__getitem__", lambda self, span: read.append(span) or original(self, span)
+    )
+    np.testing.assert_array_equal(tokens_of(joined, (2, 51), 7), tokens_of(whole, (2, 51))[:7])
+    assert eval_span(joined, (2, 51), (2, 3), 20) == 18
+    eval_sequences(joined, (2, 51), 3, 18)
+    assert [span.stop - span.start for span in read] == [7, 21, 19]
+
+
+def test_more_shards_than_a_process_may_open_by_default(parts):
+    """Each shard keeps two files open. The limit is raised for them, up to the hard limit."""
+    code = (
+        "import resource, sys; from megatron.data.shards.joined import open_each;"
+        "hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1];"
+        "resource.setrlimit(resource.RLIMIT_NOFILE, (64, hard));"
+        "print(len(open_each([*sys.argv[1:]])), hard)"
+    )
+    prefixes, _ = parts
+    links = [Path(f"{prefixes[0]}-{i}") for i in range(100)]
+    for link in links:
+        for suffix in (".bin", ".idx"):
+            Path(f"{link}{suffix}").symlink_to(f"{prefixes[0]}{suffix}")
+    command = [sys.executable, "-c", code, *map(str, links)]
+    found = subprocess.run(command, check=True, capture_output=True, text=True, cwd=ROOT)
+    count, hard = found.stdout.split()
+    assert count == "100" and int(hard) > 300

@@ -97,6 +97,15 @@ def test_bpe_dropout_does_not_encode_at_random(tmp_path):
         assert tokenizer.encode("aaab").tolist() == [2, 3]
 
 
+def test_a_text_that_a_tokenizer_json_cannot_encode_is_named_without_a_traceback(tmp_path):
+    """It is the library's error for a word without a token, if there is no unknown token."""
+    model = {"type": "WordLevel", "vocab": {"a": 0, "b": 1}, "unk_token": "?"}
+    tokenizer = build_tokenizer("HFTokenizer", hf_file(tmp_path / "tokenizer.json", model=model))
+    assert tokenizer.encode("a b").tolist() == [0, 1]
+    with pytest.raises(TokenizerError, match="^the tokenizer.json cannot encode a text: .*token"):
+        tokenizer.encode("a c")
+
+
 AROUND = {"type": "TemplateProcessing", "pair": [], "special_tokens": {
     name: {"id": name, "ids": [i], "tokens": [name]}
     for i, name in ((4, "<s>"), (5, "<|endoftext|>"))

@@ -218,3 +218,8 @@ def test_a_tokenizer_is_trained(tmp_path, capsys):
     empty = Path(tmp_path / "empty")
     empty.mkdir()
     assert train_tokenizer.main([str(empty), "--size", "262", "--out", str(file)]) == 1
+    for name in ("a.jsonl", "a.txt.gz", "a.parquet"):  # not text, so its bytes teach nothing
+        (empty / name).write_bytes(b"{}")
+        assert train_tokenizer.main([str(empty), "--size", "262", "--out", str(file)]) == 1
+        assert f"{empty / name}: not plain text; write" in capsys.readouterr().err
+        (empty / name).unlink()
