@@ -70,10 +70,10 @@ class Task(NamedTuple):
 def task() -> Task | None:
     """Describe this process as a task of srun or mpirun: its rank and the number of tasks.
 
-    If the launcher started fewer than two tasks, or if the variable RANK is set, return None.
+    If the launcher started fewer than two tasks, if RANK is set, or if WORLD_SIZE is 1, return None.
     """
-    # torch reads the rank from RANK.
-    if "RANK" in os.environ:
+    # torch reads the rank from RANK. A shell of `srun --pty` has the variables of a task, too.
+    if "RANK" in os.environ or os.environ.get("WORLD_SIZE") == "1":
         return None
     for launcher, *names in LAUNCHERS:
         found = [os.environ.get(name, "") for name in names]

@@ -128,6 +128,7 @@ def test_tasks_in_containers_have_one_port(environ, monkeypatch):
         ({}, "1", True),
         (BATCH, "1", True),  # one process, whatever the number of tasks
         (BATCH | {"SLURM_STEP_NUM_TASKS": "1"}, "1", True),  # srun --pty bash
+        (STEP | {"WORLD_SIZE": "1"}, "1", False),  # in a shell of srun --ntasks=4 --pty bash
         (TORCHRUN, "2", False),
         (STEP | TORCHRUN, "2", False),  # srun of one torchrun for each node
         (TORCHRUN | {"WORLD_SIZE": "1"}, "1", False),

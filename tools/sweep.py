@@ -133,7 +133,7 @@ def _devices(args: argparse.Namespace, processes: int) -> list[str]:
 
     named = args.gpus or os.environ.get("CUDA_VISIBLE_DEVICES", "")
     gpus = named.split(",") if named else [str(n) for n in range(torch.cuda.device_count())]
-    if not gpus:
+    if not gpus or named == "-1":
         return [""] * (args.jobs or 1)
     groups = [gpus[i : i + processes] for i in range(0, len(gpus), processes)]
     whole = [",".join(group) for group in groups if len(group) == processes]

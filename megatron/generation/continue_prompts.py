@@ -156,9 +156,6 @@ def _origin(saved: Saved, groups: Groups) -> str:
 def _encoded(texts: list[str], tokenizer: Tokenizer, model: GPT) -> list[list[int]]:
     """Return the token ids of each prompt.
 
-    If tokens attend only to their own document, the ids up to the last end-of-document token of a
-    prompt are left out.
-
     Raises:
         DataError: There is no prompt, or a prompt has no tokens (in its last document).
     """
@@ -166,9 +163,7 @@ def _encoded(texts: list[str], tokenizer: Tokenizer, model: GPT) -> list[list[in
         raise DataError("there is no prompt; write one per line")
     prompts = []
     for number, text in enumerate(texts, 1):
-        ids = tokenizer.encode_prompt(text)
-        if model.documents is not None and tokenizer.eod in ids:  # no token sees older documents
-            ids = ids[len(ids) - ids[::-1].index(tokenizer.eod) :]
+        ids = model.last_document(tokenizer.encode_prompt(text))
         if not ids:
             raise DataError(f"prompt {number} is empty; the model continues at least one token")
         prompts.append(ids)

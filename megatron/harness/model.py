@@ -197,11 +197,7 @@ class RunModel(TemplateLM):
 
     def _prompt(self, text: str) -> list[int]:
         """Return the token ids of `text`. If there are none, return the end-of-document token."""
-        # If tokens attend only to their own document, the ids of earlier documents are left out.
-        ids, end = self.tok_encode(text), self.eot_token_id
-        if self._model.documents is not None and end in ids:  # no token sees older documents
-            ids = ids[len(ids) - ids[::-1].index(end) :]
-        return ids or [end]
+        return self._model.last_document(self.tok_encode(text)) or [self.eot_token_id]
 
     def _batches(self, lengths: Sequence[int]) -> Iterator[list[int]]:
         """Divide texts into batches, the longest texts first, and yield the indices of each batch.

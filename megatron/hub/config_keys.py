@@ -273,6 +273,7 @@ def keys_of_export(found: Mapping[str, Any]) -> dict[str, Any]:
     if not isinstance(given, dict):
         raise HubError(f"{OWN_KEYS} is missing, so it cannot be imported; export the run again")
     keys = {key: given[key] for key in _MODEL_KEYS if key in given}
+    keys["eval_distance_scale"] = found.get("distance_scale", 1.0)
     return keys | {"make_vocab_size_divisible_by": _entry(found, "vocab_size", int)}
 
 

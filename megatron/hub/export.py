@@ -36,7 +36,9 @@ CODE = "modeling_kerple"
 RUN = "kerple_run"
 """The entry of config.json that names the run (`lineage` in `run.json`) and its step."""
 TOLERANCE = {torch.float32: 1e-4, torch.float64: 1e-9}
-"""Maps the dtype in which logits are compared to the largest accepted difference."""
+"""Maps the dtype in which logits are compared to the largest accepted difference.
+
+It holds for logits up to 5. For larger logits, it grows with the largest one."""
 AUTO_CLASSES = {
     "AutoConfig": "KerpleConfig",
     "AutoModel": "KerpleModel",
@@ -111,6 +113,10 @@ def _hub_model(run: OpenRun) -> HubModel:
     if run.dtype is torch.float64 or misfits(run.config):
         return _own_class(run)
     kind, about = hub_config(run.config)
+    # transformers gives every Qwen2 the normalizer (NFC) and the words of Qwen's own tokenizer.
+    backend = getattr(run.tokenizer, "reference", None)
+    if kind.model_type == "qwen2" and "NFC" not in repr(getattr(backend, "normalizer", None)):
+        return _own_class(run)
     weights, state = {}, run.model.state_dict()
     for name, parts in layout_of(kind, run.model.shape, run.model.pos).items():
         weights |= dict(zip(parts.names, parts.split(state[name]), strict=True))
@@ -228,10 +234,11 @@ def _compare(folder: Path, run: OpenRun, *, remote_code: bool) -> float:
     cached_BTV = torch.cat((first.logits, second.logits), dim=1)
     found = (theirs(ids_BT, use_cache=False).logits, cached_BTV)
     difference = max(float((logits_BTV - wanted_BTV).abs().max()) for logits_BTV in found)
-    if not difference <= TOLERANCE[dtype]:
+    most = TOLERANCE[dtype] * max(1.0, float(wanted_BTV.abs().max()) / 5)
+    if not difference <= most:
         raise HubError(
             f"the exported model's logits differ from ours by {difference:.1e}, more than "
-            f"{TOLERANCE[dtype]:.0e} ({dtype}), so there is no export"
+            f"{most:.0e} ({dtype}), so there is no export"
         )
     return difference
 

@@ -83,6 +83,11 @@ class LayerCache:
         k_BKSE, v_BKSE, *decay = (buffer[:, :, : self._count] for buffer in self._buffers)
         return k_BKSE, v_BKSE, decay[0] if decay else None, self._starts(), offset
 
+    def forget(self, ended_B: Tensor) -> None:
+        """Count all tokens so far as padding, in the texts whose document has ended."""
+        self.padding_B = torch.where(ended_B, self.columns, self.padding_B)
+        self._padded |= bool(ended_B.any())
+
     def _make_room(self, new: list[Tensor]) -> None:
         """Allocate larger buffers, and copy the columns that later queries need.
 

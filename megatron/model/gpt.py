@@ -101,6 +101,11 @@ class GPT(nn.Module):
         limited = self.pos.has("rotary") or self.pos.has("input")
         return self.shape.max_positions if limited else None
 
+    def last_document(self, ids: list[int]) -> list[int]:
+        """Return the ids of a prompt's last document, or all ids if tokens see older documents."""
+        end = self.documents and self.documents.end
+        return ids[len(ids) - ids[::-1].index(end) :] if end in ids else ids
+
     def new_cache(self, lengths_B: torch.Tensor) -> list[LayerCache]:
         """Return an empty cache for each layer, for prompts of `lengths_B` tokens."""
         padding_B = lengths_B.max() - lengths_B
@@ -112,7 +117,7 @@ class GPT(nn.Module):
     ) -> torch.Tensor:
         """Add the next tokens of each text to the cache, and return the logits of these tokens.
 
-        Each text counts as one document. Every tensor-parallel rank must call this method. Sequence
+        `tokens_BT` may end a document, but not in its middle. Every tensor-parallel rank must call this method. Sequence
         and context parallelism must be off.
 
         Args:
@@ -130,6 +135,8 @@ class GPT(nn.Module):
         x_BTD, theta_HN = self.embedding(tokens_BT, positions_BT=positions_BT)
         for layer, kept in zip(self.layers, cache, strict=True):
             x_BTD = layer(x_BTD, theta_HN, cache=kept)
+            if self.documents is not None and self.documents.end is not None:
+                kept.forget(tokens_BT[:, -1] == self.documents.end)
         x_BTD = self.final_norm(x_BTD[:, -1:] if last_only else x_BTD)
         logits_BTV = gather_from(self._logits(x_BTD), self.logits_tp, -1)
         return logits_BTV[:, -1] if last_only else logits_BTV

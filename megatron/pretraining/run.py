@@ -208,6 +208,8 @@ class Job:
 
     def _train_on(self, loader: TrainLoader, saver: Saver | None, log: RunLog) -> None:
         c, engine, groups, start = self.config, self.engine, self.groups, self.progress
+        if saver and start.step == 0 and 0 in c.checkpoint.extra_save_iters:
+            saver.save(start)
         preemption.current.begin()
         speed = speed_of(c, self.model.shape, groups, self.data.document_lengths())
         steps = c.checkpoint.retrofit_anneal

@@ -164,12 +164,17 @@ def test_overrides() -> None:
         "fp16={enabled: True}": {("fp16", "enabled"): True},
         "data_path=a=b": {("data_path",): "a=b"},
         "save=": {("save",): None},
+        'save="runs/try #2"': {("save",): "runs/try #2"},
+        "save=runs/try#2": {("save",): "runs/try#2"},
+        'task_options={"a": "b #2"}': {("task_options", "a"): "b #2"},
     }.items():
         settings, problems = read_override(text)
         assert (plain(settings), problems) == (expected, [])
 
 
-@pytest.mark.parametrize("text", ["train_iters", "=3", "a..b=1", "x=[1", "x=1\ny: 2"])
+@pytest.mark.parametrize(
+    "text", ["train_iters", "=3", "a..b=1", "x=[1", "x=1\ny: 2", "save=runs/try #2"]
+)
 def test_bad_overrides(text: str) -> None:
     _, problems = read_override(text)
     assert len(problems) == 1

@@ -152,6 +152,41 @@ def test_the_longest_text_is_that_of_the_config_or_of_training(tmp_path, given, 
     assert theirs.config.max_position_embeddings == longest and run.config.model.seq_length == 6
 
 
+@torch.no_grad()
+@pytest.mark.parametrize("pos_emb", ["rotary", "kerple_log"])
+def test_the_rounding_error_of_large_logits_is_no_difference(pos_emb, tmp_path):
+    """Neighbouring fp32 numbers around 10,000 differ by 1e-3."""
+    run = run_of(pos_emb=pos_emb, no_weight_tying=True)
+    run.model.output.weight.mul_(1e5)
+    tokens = torch.arange(12)[None]
+    logits = run.model.float()(tokens)
+    assert logits.abs().max() > 1e4
+    (tmp_path / "hub").mkdir()
+    export(run, tmp_path / "hub")
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "hub", trust_remote_code=True)
+    torch.testing.assert_close(model(tokens).logits, logits, rtol=0, atol=2e-5 * logits.abs().max())
+
+
+def test_a_scale_of_distances_comes_back(tmp_path):
+    run = run_of(pos_emb="kerple_log", eval_distance_scale=0.25)
+    (tmp_path / "hub").mkdir()
+    export(run, tmp_path / "hub")
+    import_folder(tmp_path / "hub", tmp_path / "run")
+    assert newest(tmp_path / "run").record.config["eval_distance_scale"] == 0.25
+
+
+def test_a_qwen2_with_another_tokenizer_is_exported_with_our_code(tmp_path):
+    """transformers loads Qwen's words and normalizer for each Qwen2, whatever the files say."""
+    first, second = tmp_path / "first", tmp_path / "second"
+    hub_model("qwen2", num_key_value_heads=2).save_pretrained(first)
+    write_tokenizer(first)
+    import_folder(first, tmp_path / "run")
+    second.mkdir()
+    run = open_run(tmp_path / "run", groups=build_groups(torch.device("cpu")))
+    assert hub_config(run.config)[0].name == "Qwen2ForCausalLM"
+    assert export(run, second)[0].startswith("KerpleForCausalLM")
+
+
 def test_what_does_not_fit_is_named():
     run = run_of(pos_emb="kerple_log", norm="rmsnorm", gpt_j_residual=True, sliding_window_width=3)
     assert misfits(run.config) == ["norm", "norm_eps", "pos_emb", "sliding_window_width"]

@@ -48,12 +48,39 @@ CASES = {
 def test_a_document_has_the_logits_that_it_has_alone(case):
     name = case.partition(",")[0]
     model, tokens = build(name, **CASES[case]), packed()
-    alone = build(name, **(CASES[case] | {"end": None}))
+    alone = build_alone(case)
     logits = model(tokens)
     for row, found, lengths in zip(tokens, logits, LENGTHS, strict=True):
         for piece, ours in zip(row.split(lengths), found.split(lengths), strict=True):
             torch.testing.assert_close(ours, alone(piece[None])[0], rtol=0, atol=1e-12)
     assert not torch.allclose(alone(tokens)[0, 5:], logits[0, 5:], atol=1e-3)
+
+
+@pytest.mark.parametrize("case", CASES)
+@torch.no_grad()
+def test_generation_after_the_end_of_a_document_does_not_see_that_document(case):
+    """As a text without a prompt, which begins with the end-of-document token."""
+    model = build(case.partition(",")[0], **CASES[case])
+    tokens = torch.tensor([[END, 5, 2, 7, 9], [4, 3, 6, 7, 1]])
+    wanted = torch.cat([model(tokens[:1]), model(tokens[1:])])
+    cache = model.new_cache(torch.tensor([1, 1]))
+    steps = [model.extend(each, cache, last_only=False) for each in tokens.split((1, 2, 1, 1), 1)]
+    torch.testing.assert_close(torch.cat(steps, 1), wanted, rtol=0, atol=1e-12)
+    assert not torch.allclose(wanted[0, 1:], build_alone(case)(tokens[:1])[0, 1:], atol=1e-3)
+
+
+def build_alone(case):
+    return build(case.partition(",")[0], **(CASES[case] | {"end": None}))
+
+
+def test_only_a_prompts_last_document_counts_if_no_token_sees_others():
+    ids = [4, END, 7, END, 9, 2]
+    assert build("rotary").last_document(ids) == [9, 2]
+    assert build("rotary").last_document(ids[:4]) == []
+    assert build("rotary", end=None).last_document(ids) == ids
+    model = build("rotary")
+    model.documents = Documents(None, drawn_from=8)  # random positions, but one document
+    assert model.last_document(ids) == ids
 
 
 def test_recomputed_blocks_have_the_same_gradients():

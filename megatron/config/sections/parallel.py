@@ -60,7 +60,7 @@ class CheckpointConfig(Section):
     save_interval: Positive | None = None
     # remove older checkpoints of this run; default: keep all
     keep_last_n_checkpoints: Positive | None = None
-    extra_save_iters: Steps = ()  # further steps at which to save
+    extra_save_iters: Steps = ()  # further steps at which to save; 0: before the first
     async_save: Flag = False  # not in GPT-NeoX: copy the state, and write it beside training
     finetune: Flag = False  # start at step 0 from the weights of `load`
     # not in GPT-NeoX: how theta of a new pos_emb starts with finetune; fit: as the old one acted

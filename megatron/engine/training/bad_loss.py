@@ -98,6 +98,7 @@ class LossGuard(Hook):
         problem, samples = self.judge(step.loss, self._norm), step.samples(self._unread)
         self._unread, self._norm = 0, 0.0
         if not problem:
+            step.good = applied  # DeepSpeed skips updates while it searches the scale of fp16
             return
         text = f"{problem} at step {step.number}, {samples}"
         if not self._skips:

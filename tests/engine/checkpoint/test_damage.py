@@ -16,6 +16,7 @@ from megatron.engine.checkpoint.saved_checkpoints import Saved
 from megatron.engine.errors import CheckpointError
 from megatron.engine.training.schedule import AnnealingLR, schedule_of
 from megatron.parallel.groups import build_groups
+from megatron.run_folder import RunFolder
 from tests.helpers.jobs import digest, rows, write_config, write_shards
 from tests.helpers.launch import call
 
@@ -175,6 +176,9 @@ def test_train_stops_at_damage_and_goes_on_when_allowed(finished, copy):
     assert "is damaged" in text and "--allow-fallback" in text and "Traceback" not in text
     text = call("train.py", config, *where, "--allow-fallback")
     assert f"resuming from {copy / 'global_step3'} (passed over: " in text
+    [aside] = copy.glob("global_step6.passed-over-*")
+    assert f"{copy / 'global_step6'} is later than global_step3: renamed to {aside.name}" in text
+    assert (aside / "kerple.json").exists()
     assert digest(copy) == digest(run)
     assert rows(copy) == rows(run)
 
@@ -190,3 +194,23 @@ def test_damage_that_an_early_record_does_not_cover_is_named(finished, copy):
     text = call("train.py", finished[0], *where, code=1)
     assert "global_step6: cannot be loaded on rank 0" in text and "Traceback" not in text
     assert f"write the name of an older checkpoint into {copy / 'latest'}" in text
+
+
+def test_a_course_that_is_given_up_does_not_count(finished, copy):
+    """After `latest` is set back to step 3, step 6 neither counts as kept nor as a fallback."""
+    (copy / "latest").write_text("global_step3")
+    config = load_config([finished[0]], [f"save={copy}", f"load={copy}"])
+    start = choose_start(config, ALONE, 24)
+    assert start.saved == Saved(copy, "global_step3") and start.resumes
+    assert RunFolder(copy).tags() == ["global_step3"]
+    assert (copy / "latest").read_text() == "global_step3"
+    flip(copy / "global_step3" / "mp_rank_00_model_states.pt")
+    with pytest.raises(CheckpointError, match="holds no intact checkpoint"):
+        choose_start(config, ALONE, 24, allow_fallback=True)
+
+
+def test_an_evaluation_of_an_earlier_step_renames_nothing(finished, copy):
+    (copy / "latest").write_text("global_step3")
+    config = load_config([finished[0]], [f"save={copy}", f"load={copy}", "train_iters=0"])
+    assert choose_start(config, ALONE, 24).saved == Saved(copy, "global_step3")
+    assert RunFolder(copy).tags() == ["global_step3", "global_step6"]

@@ -4,6 +4,7 @@ import contextlib
 import io
 import math
 from types import SimpleNamespace
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -11,6 +12,7 @@ import torch
 
 from megatron.config import ConfigError, load_config
 from megatron.config.sections.training import TrainingConfig
+from megatron.engine.checkpoint import choose_start
 from megatron.engine.checkpoint.saved_checkpoints import newest
 from megatron.engine.errors import BadLossError, DivergedError
 from megatron.engine.run_log.log import RunLog
@@ -126,6 +128,17 @@ def test_a_skipped_step_is_not_good_and_the_next_one_is(capsys):
     )
 
 
+def test_an_update_that_deepspeed_skips_does_not_count_in_averages():
+    """With fp16, DeepSpeed skips updates while it searches its loss scale."""
+    guard = guard_of(precision="fp16", loss_scale=0)
+    flags = dict.fromkeys(("last", "leaves", "logs", "validates", "saves"), False)
+    for number, applied in ((1, False), (2, True)):
+        guard.engine.was_step_applied = lambda applied=applied: applied
+        step = Step(number, 0.1, torch.tensor(math.nan), math.inf, 8 * number, 8, **flags)
+        guard.after_step(step)
+        assert step.good == applied
+
+
 def several(groups, cells):
     return [run_with_bad_sample(groups, *cell) for cell in cells]
 
@@ -196,7 +209,8 @@ def test_going_back_passes_over_the_samples_and_is_the_same_after_a_restart(tmp_
 def goes_back_behind_damage(groups, config, run):
     newest_files = sorted((run / "global_step4").glob("*optim*"))
     newest_files[0].write_bytes(newest_files[0].read_bytes()[:-64] + bytes(64))
-    return run_with_bad_sample(groups, config, [17], not_finite, allow_fallback=True)
+    with mock.patch.object(choose_start, "_set_aside_later"):  # as if it is damaged from now on
+        return run_with_bad_sample(groups, config, [17], not_finite, allow_fallback=True)
 
 
 def test_going_back_passes_over_a_damaged_checkpoint(tmp_path, prefix):

@@ -63,6 +63,13 @@ def grid(tmp_path, monkeypatch, start_forked) -> Path:
     return path
 
 
+def test_hidden_gpus_are_no_gpus(grid, monkeypatch, capsys):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "-1")
+    assert sweep.main([str(grid), "--jobs", "2"]) == 0
+    assert "2 of 4 cells ended, 0 running" in capsys.readouterr().out  # two at a time
+    assert len(Fake.started) == 4 and {each.device for each in Fake.started} == {"-1"}
+
+
 def test_each_cell_has_its_gpus(grid, capsys):
     assert sweep.main([str(grid), "--gpus", "4,5,6,7,8"]) == 0
     assert {each.device for each in Fake.started} == {"4,5", "6,7"} and len(Fake.started) == 4
