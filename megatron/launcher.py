@@ -70,7 +70,7 @@ class Task(NamedTuple):
 def task() -> Task | None:
     """Describe this process as a task of srun or mpirun: its rank and the number of tasks.
 
-    If the launcher started fewer than two tasks, if RANK is set, or if WORLD_SIZE is 1, return None.
+    Return None if the launcher started fewer than two tasks, RANK is set, or WORLD_SIZE is 1.
     """
     # torch reads the rank from RANK. A shell of `srun --pty` has the variables of a task, too.
     if "RANK" in os.environ or os.environ.get("WORLD_SIZE") == "1":

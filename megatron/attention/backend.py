@@ -145,10 +145,8 @@ def check_terms(call: Call) -> None:
         ("positions_BT", call.positions_BT, (batch, queries)),
     ):
         if x is not None and (tuple(x.shape) != shape or x.device != q_BHTE.device):
-            raise AttentionError(
-                f"{name} must be {list(shape)} on {q_BHTE.device}, not {list(x.shape)} on "
-                f"{x.device}"
-            )
+            needed = f"{list(shape)} on {q_BHTE.device}"
+            raise AttentionError(f"{name} must be {needed}, not {list(x.shape)} on {x.device}")
         if x is not None and name == "starts_BS" and x.dtype not in (torch.int32, torch.int64):
             raise AttentionError(f"{name} must be int32 or int64, not {x.dtype}")
     if call.pos.has("gate") and call.decay_BHS is None:
@@ -188,6 +186,5 @@ def check_qkv(q_BHTE: Tensor, k_BKSE: Tensor, v_BKSE: Tensor) -> None:
     if key_heads == 0 or heads % key_heads:
         raise AttentionError(f"{key_heads} heads of k and v must divide the {heads} heads of q")
     if not q_BHTE.dtype == k_BKSE.dtype == v_BKSE.dtype:
-        raise AttentionError(
-            f"q, k and v must have one dtype, not {q_BHTE.dtype}, {k_BKSE.dtype}, {v_BKSE.dtype}"
-        )
+        found = f"{q_BHTE.dtype}, {k_BKSE.dtype}, {v_BKSE.dtype}"
+        raise AttentionError(f"q, k and v must have one dtype, not {found}")

@@ -93,9 +93,7 @@ class Call:
 
         Return None if each sequence is one document.
         """
-        if self.starts_BS is None:
-            return None
-        return self.starts_BS[:, self.query_offset : self.end]
+        return None if self.starts_BS is None else self.starts_BS[:, self.query_offset : self.end]
 
     def first_keys(self) -> Tensor | None:
         """Return the index of the first key that each query sees, int64 [batch or 1, queries].
@@ -136,9 +134,7 @@ class Call:
     def absolute_positions(self) -> Tensor:
         """Return the position of each query in the sequence, [batch or 1, queries]."""
         # A caller may count positions in another way.
-        if self.positions_BT is not None:
-            return self.positions_BT
-        return self.query_rows()[None]
+        return self.query_rows()[None] if self.positions_BT is None else self.positions_BT
 
     def temperature_positions(self) -> Tensor:
         """Return the positions for which the temperature is computed, [batch or 1, queries]."""
@@ -161,9 +157,8 @@ class Call:
 
         The result is [batch, heads, queries, keys] in `dtype`.
         """
-        if self.decay_BHS is None:
+        if (c_BHS := self.decay_BHS) is None:
             return None
-        c_BHS = self.decay_BHS
         # c is a sum that may be large, so it is rounded after the subtraction
         c_BHT = c_BHS.index_select(2, self.query_rows())
         return (c_BHS[:, :, None] - c_BHT[..., None]).to(dtype)

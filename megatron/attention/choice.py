@@ -111,10 +111,8 @@ def choose(backend: str, pos: PositionalEmbedding, **conditions: Any) -> Attenti
         reasons = [f"auto: {pos.name}, {request.dtype}, {request.device_type}"]
     elif backend not in BACKENDS:
         offered = ["auto", *BACKENDS]
-        hint = did_you_mean(backend, offered)
-        raise AttentionError(
-            f"no attention_backend {backend!r}; {hint}There are: {', '.join(offered)}"
-        )
+        hint = did_you_mean(backend, offered) + f"There are: {', '.join(offered)}"
+        raise AttentionError(f"no attention_backend {backend!r}; {hint}")
     for name in tried:
         chosen = named(name, pos)
         why = refusal(chosen, request)

@@ -32,15 +32,9 @@ def _not_built(*names: str) -> dict[str, str]:
     return dict.fromkeys(names, "not built yet")
 
 
-def _positional_names() -> list[str]:
-    """Return the names of the positional embeddings."""
-    # Each embedding has the name of its file in `megatron/positional/`.
-    folder = Path(__file__).resolve().parents[1] / "positional"
-    names = {path.stem for path in folder.glob("[!_]*.py")}
-    return sorted(names - OTHERS)
-
-
-POSITIONAL_NAMES = tuple(_positional_names())
+# Each positional embedding has the name of its file.
+_FILES = (Path(__file__).resolve().parents[1] / "positional").glob("[!_]*.py")
+POSITIONAL_NAMES = tuple(sorted({path.stem for path in _FILES} - OTHERS))
 _DAPE = "it mixes the scores of all heads in a network, so that no head can be computed alone"
 _DAPE_KERNELS = ("alibi", "fire", "kerple", "rope", "xl_bias")
 _DAPE_FORMS = ("c", "capev2", "dapev1", "dapev2")

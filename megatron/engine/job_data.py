@@ -145,17 +145,12 @@ class JobData:
             return None
 
         def build(number: int, samples: int, extend_to: int) -> TokenDataset:
-            shards = corpora[number].shards
+            shards, documents = corpora[number].shards, corpora[number].documents
+            part = name if len(corpora) == 1 else f"{name}_{number}"
             return TokenDataset(
-                shards,
-                corpora[number].documents,
-                samples,
-                length,
-                seed,
-                name if len(corpora) == 1 else f"{name}_{number}",
-                cache_dir=cache_folder(shards.folder),
-                extend_to=extend_to,
-            )
+                shards, documents, samples, length, seed, part,
+                cache_dir=cache_folder(shards.folder), extend_to=extend_to,
+            )  # fmt: skip
 
         if not self.config.data.train_data_paths:
             return build(0, index_samples, total)
@@ -163,13 +158,7 @@ class JobData:
         return BlendedDataset(build, weights, index_samples, name, extend_to=total)
 
     def _loader(self, dataset: Samples, consumed: int) -> TrainLoader:
-        batch = self.config.batch
-        return TrainLoader(
-            dataset,
-            batch.train_batch_size,
-            batch.train_micro_batch_size_per_gpu,
-            self.groups.data_rank,
-            self.groups.data_size,
-            consumed,
-            vocab_size=self.tokenizer.vocab_size,
-        )
+        batch, vocab_size = self.config.batch, self.tokenizer.vocab_size
+        total, micro = batch.train_batch_size, batch.train_micro_batch_size_per_gpu
+        rank, size = self.groups.data_rank, self.groups.data_size
+        return TrainLoader(dataset, total, micro, rank, size, consumed, vocab_size=vocab_size)

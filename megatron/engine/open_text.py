@@ -83,10 +83,7 @@ def open_text(config: Config, tokenizer: Tokenizer) -> Text | Task:
         _require_ends(config, readers)
         shards = join(readers)
         splits = split_documents(data.split, len(shards))
-        corpora = {
-            name: [Corpus(shards, documents)]
-            for name, documents in zip(SPLITS, splits, strict=True)
-        }
+        corpora = {name: [Corpus(shards, each)] for name, each in zip(SPLITS, splits, strict=True)}
         return Text(shards, splits, corpora)
     given = (
         (data.train_data_paths, data.train_data_weights),

@@ -136,12 +136,9 @@ def _require_plain_keys(content: Any) -> None:
 def _why_not_loaded(error: Exception) -> str:
     if not isinstance(error, pickle.UnpicklingError):
         return f"cannot be read ({str(error) or type(error).__name__})"
-    name = re.search(r"GLOBAL ([\w.]+)", str(error))
-    content = (
-        f"asks for {name[1]}, which no checkpoint needs"
-        if name
-        else "holds more than tensors and plain values"
-    )
+    content = "holds more than tensors and plain values"
+    if name := re.search(r"GLOBAL ([\w.]+)", str(error)):
+        content = f"asks for {name[1]}, which no checkpoint needs"
     return (
         f"{content}; refused, and nothing in it was run. Fetch the file again, from a source that "
         "you trust"

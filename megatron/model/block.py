@@ -103,12 +103,9 @@ class SelfAttention(nn.Module):
             starts_BS = None if self.documents.end is None else starts_BS
         if cache is not None:
             positions_BT = cache.positions(x_BTD.shape[1])
+        ndims, base = s.rotary_ndims, s.rotary_base
         q_BHTE, k_BHTE = (self.fading or self.pos).rotate(
-            q_BHTE,
-            k_BHTE,
-            positions_BT=positions_BT,
-            rotary_ndims=s.rotary_ndims,
-            base=s.rotary_base,
+            q_BHTE, k_BHTE, positions_BT=positions_BT, rotary_ndims=ndims, base=base
         )
         decay_BHS, query_offset = self._decay(x_BTD), 0
         if cache is not None:

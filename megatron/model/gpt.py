@@ -117,7 +117,8 @@ class GPT(nn.Module):
     ) -> torch.Tensor:
         """Add the next tokens of each text to the cache, and return the logits of these tokens.
 
-        `tokens_BT` may end a document, but not in its middle. Every tensor-parallel rank must call this method. Sequence
+        If tokens attend only to their own document, a document may end with the last token of
+        `tokens_BT`, but not before it. Every tensor-parallel rank must call this method. Sequence
         and context parallelism must be off.
 
         Args:

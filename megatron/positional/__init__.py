@@ -61,10 +61,8 @@ def load(name: str, *, numerics: Numerics = WIDE, **options: Any) -> PositionalE
         return _combination([term.strip() for term in name.split("+")], numerics, options)
     name = POSITIONAL_ALIASES.get(name, name)
     if name not in names():
-        hint = did_you_mean(name, names())
-        raise PositionalError(
-            f"no positional embedding {name!r}; {hint}There are: {', '.join(names())}"
-        )
+        hint = did_you_mean(name, names()) + f"There are: {', '.join(names())}"
+        raise PositionalError(f"no positional embedding {name!r}; {hint}")
     module = importlib.import_module(f"{__name__}.{name}")
     found = [
         value

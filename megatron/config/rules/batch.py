@@ -37,11 +37,9 @@ def derive_batch_sizes(values: Values) -> Iterator[Found]:
         t = values[total] = m * (g or 1) * dp
     if m is not None and g is not None:
         if t != m * g * dp:
-            yield (
-                total,
-                f"{t} is not {micro} {m} x {steps} {g} x {ranks}: {m} x {g} x {dp} = {m * g * dp}; "
-                f"write {total}: {m * g * dp}, or leave one of the three out",
-            )
+            text = f"{t} is not {micro} {m} x {steps} {g} x {ranks}: {m} x {g} x {dp} = "
+            text += f"{m * g * dp}; write {total}: {m * g * dp}, or leave one of the three out"
+            yield total, text
         return
     known, free = (f"{micro} {m}", steps) if m else (f"{steps} {g or 1}", micro)
     per_step = (m or g or 1) * dp
@@ -51,11 +49,8 @@ def derive_batch_sizes(values: Values) -> Iterator[Found]:
         if m and t % dp == 0:
             most = max(size for size in range(1, m + 1) if t // dp % size == 0)
             near = f"{micro}: {most}, or {near}"
-        yield (
-            total,
-            f"{t} = {known} x {free} x {ranks} leaves {free} = {t} / {per_step} = "
-            f"{t / per_step:.4g}, not whole; write {near}",
-        )
+        text = f"{t} = {known} x {free} x {ranks} leaves {free} = {t} / {per_step} = "
+        yield total, f"{text}{t / per_step:.4g}, not whole; write {near}"
         return
     values[free] = t // per_step
     values[steps] = values[steps] or 1

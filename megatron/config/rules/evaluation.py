@@ -23,7 +23,5 @@ def _lengths_interval(lengths: tuple[int, ...], interval: int, validation: int) 
     if interval and not lengths:
         return "eval_lengths_interval", f"{interval} without eval_lengths; write the lengths there"
     if interval % validation:
-        text = (
-            f"{interval} is no multiple of eval_interval {validation}, at which train.py validates"
-        )
-        return "eval_lengths_interval", f"{text}; write e.g. {validation}, or 0 for none"
+        text = f"{interval} is no multiple of eval_interval {validation}, at which train.py"
+        return "eval_lengths_interval", f"{text} validates; write e.g. {validation}, or 0 for none"

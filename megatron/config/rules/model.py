@@ -15,12 +15,9 @@ MOST_NUMBERS = 10**13
 def _heads(hidden: int, heads: int, size: int | None) -> Found | None:
     if size is None:
         near = max(1, round(hidden / heads)) * heads
-        return (
-            "hidden_size",
-            f"{hidden} is not a multiple of num_attention_heads {heads} "
-            f"({hidden} / {heads} = {hidden / heads:.4g}); write e.g. hidden_size: {near}, or "
-            "name head_dim",
-        )
+        text = f"{hidden} is not a multiple of num_attention_heads {heads} "
+        text += f"({hidden} / {heads} = {hidden / heads:.4g})"
+        return "hidden_size", f"{text}; write e.g. hidden_size: {near}, or name head_dim"
 
 
 @relation("gpt_j_tied", "gpt_j_residual", "output_norms")

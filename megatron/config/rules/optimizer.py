@@ -21,13 +21,8 @@ def _momentum(kind: str, momentum: float) -> Found | None:
 @relation("warmup", "decay_style", "wsd_decay_ratio")
 def _warmup(warmup: float, style: str, decay: float) -> Found | None:
     if style == "wsd" and warmup + decay > 1:
-        return (
-            "warmup",
-            f"{warmup} + wsd_decay_ratio {decay} is above 1; write at most {1 - decay:g}",
-        )
+        text = f"{warmup} + wsd_decay_ratio {decay} is above 1"
+        return "warmup", f"{text}; write at most {1 - decay:g}"
     if style != "wsd" and warmup > 0.5:
-        return (
-            "warmup",
-            f"{warmup} of lr_decay_iters: the schedule also freezes for that fraction at its end, "
-            "so above 0.5 it never reaches lr; write at most 0.5",
-        )
+        text = f"{warmup} of lr_decay_iters: the schedule also freezes for that fraction at its end"
+        return "warmup", f"{text}, so above 0.5 it never reaches lr; write at most 0.5"

@@ -38,11 +38,10 @@ def derive_data_parallel_size(values: Values) -> Iterator[Found]:
     if world % group == 0:
         values["data_parallel_size"] = world // group
         return
-    yield (
-        next(name for name in _DEGREES if values[name] > 1),
-        f"{world} process(es) cannot form groups of {factors(values)} = {group}; start a multiple "
-        f"of {group}, e.g. torchrun --nproc-per-node {group} train.py ...",
-    )
+    key = next(name for name in _DEGREES if values[name] > 1)
+    text = f"{world} process(es) cannot form groups of {factors(values)} = {group}"
+    write = f"start a multiple of {group}, e.g. torchrun --nproc-per-node {group} train.py ..."
+    yield key, f"{text}; {write}"
 
 
 @relation("pipe_parallel_size", "num_layers")
@@ -60,11 +59,9 @@ def _zero_with_pipeline(stages: int, zero: int) -> Found | None:
             2: "ZeRO-2 shards gradients to which a pipeline still adds",
             3: "ZeRO-3 shards parameters that a pipeline has already divided into stages",
         }[zero]
-        return (
-            "zero_stage",
-            f"{zero} with pipe_parallel_size {stages}: {why}; write stage: 1, or "
-            "pipe_parallel_size: 1 (with model_parallel_size, if the model needs several devices)",
-        )
+        text = f"{zero} with pipe_parallel_size {stages}: {why}; write stage: 1, or "
+        needs = "(with model_parallel_size, if the model needs several devices)"
+        return "zero_stage", f"{text}pipe_parallel_size: 1 {needs}"
 
 
 @relation("output_layer_parallelism", "no_weight_tying", "hidden_size", "model_parallel_size")
@@ -72,7 +69,6 @@ def _row_output(kind: str, untied: bool, hidden: int, ranks: int) -> Found | Non
     if kind == "row" and untied and hidden % ranks:
         text = f"row divides hidden_size {hidden} among model_parallel_size {ranks}"
         return "output_layer_parallelism", f"{text}; write column"
-    return None
 
 
 @relation("model_parallel_size", "num_attention_heads")
@@ -96,12 +92,10 @@ def _key_heads(key_heads: int, heads: int, ranks: int) -> Found | None:
         text = f"{key_heads} does not divide num_attention_heads {heads}"
         return "num_kv_heads", f"{text}; write a divisor of {heads}"
     if key_heads % ranks and heads % ranks == 0:
-        return (
-            "num_kv_heads",
-            f"model_parallel_size {ranks} does not divide {key_heads}, and the weights of a key "
-            f"head are not shared by several processes; write num_kv_heads: "
-            f"{math.lcm(key_heads, ranks)}, or a smaller model_parallel_size",
-        )
+        text = f"model_parallel_size {ranks} does not divide {key_heads}, and the weights of a key "
+        text += "head are not shared by several processes; write num_kv_heads: "
+        text += f"{math.lcm(key_heads, ranks)}, or a smaller model_parallel_size"
+        return "num_kv_heads", text
 
 
 @relation(*_DEGREES, "num_attention_heads")
@@ -109,17 +103,11 @@ def _context(stages: int, tensor: int, context: int, heads: int) -> Found | None
     if context == 1:
         return None
     if stages > 1:
-        return (
-            "context_parallel_size",
-            f"{context} with pipe_parallel_size {stages}: pipeline stages need the full sequence; "
-            "write 1 for one of the two",
-        )
+        text = f"{context} with pipe_parallel_size {stages}: pipeline stages need the full sequence"
+        return "context_parallel_size", f"{text}; write 1 for one of the two"
     if heads % (context * tensor):
-        return (
-            "context_parallel_size",
-            f"{context} x model_parallel_size {tensor} does not divide num_attention_heads "
-            f"{heads}; write a product that divides {heads}",
-        )
+        text = f"{context} x model_parallel_size {tensor} does not divide num_attention_heads"
+        return "context_parallel_size", f"{text} {heads}; write a product that divides {heads}"
 
 
 @relation(
@@ -146,11 +134,8 @@ def _muon(kind: str, ranks: int, stage: int) -> Found | None:
     what, write = f"model_parallel_size {ranks}", "model_parallel_size: 1"
     if ranks == 1:
         what, write = f"ZeRO-{stage}", "zero_optimization: {stage: 1}"
-    return (
-        "type",
-        f"muon needs whole matrices, and {what} divides them among processes; write {write}, or "
-        "type: adam",
-    )
+    text = f"muon needs whole matrices, and {what} divides them among processes"
+    return "type", f"{text}; write {write}, or type: adam"
 
 
 @relation("pipe_parallel_size", "no_weight_tying", "precision", "grad_accum_dtype")
@@ -165,7 +150,6 @@ def _tied_gradients(stages: int, untied: bool, precision: str, dtype: str) -> Fo
 @relation("zero_stage", "precision", "grad_accum_dtype")
 def _accumulation(stage: int, precision: str, dtype: str) -> Found | None:
     if stage == 0 and dtype != precision:
-        text = (
-            f"{dtype} with {precision} needs ZeRO: DeepSpeed's stage 0 accumulates in {precision}"
-        )
+        why = f"DeepSpeed's stage 0 accumulates in {precision}"
+        text = f"{dtype} with {precision} needs ZeRO: {why}"
         return "grad_accum_dtype", f"{text}; write zero_optimization: {{stage: 1}}, or leave it out"

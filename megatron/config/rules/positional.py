@@ -39,12 +39,9 @@ def _rotary(pos_emb: Any, size: int, pct: float) -> Found | None:
         return None
     turned = int(size * pct)
     if turned == 0 or turned % 2:
-        return (
-            "rotary_pct" if pct < 1 else "pos_emb",
-            f"rotary rotates pairs of dimensions, but int(head size {size} x rotary_pct "
-            f"{pct}) = {turned}; choose head_dim and rotary_pct so that "
-            "this number is even and above 0",
-        )
+        text = f"rotary rotates pairs of dimensions, but int(head size {size} x rotary_pct {pct})"
+        text += f" = {turned}; choose head_dim and rotary_pct so that this number is even"
+        return "rotary_pct" if pct < 1 else "pos_emb", f"{text} and above 0"
 
 
 @relation("rope_scaling", "pos_emb")
@@ -79,12 +76,9 @@ def _learned(
     name = next((name for name, length in asked.items() if length + offset > rows), None)
     if "learned" in terms_of(pos_emb) and name is not None:
         shifted = f" + opt_pos_emb_offset {offset}" if offset else ""
-        return (
-            name,
-            f"{asked[name]}{shifted} is above max_position_embeddings {rows}, where learned "
-            f"positions end; write max_position_embeddings: {max(asked.values()) + offset}, or "
-            "another pos_emb",
-        )
+        text = f"{asked[name]}{shifted} is above max_position_embeddings {rows}, where learned "
+        text += f"positions end; write max_position_embeddings: {max(asked.values()) + offset}"
+        return name, f"{text}, or another pos_emb"
 
 
 @relation("pos_emb", "rpe_num_buckets", "rpe_max_distance")
@@ -94,12 +88,9 @@ def _rpe(pos_emb: Any, buckets: int, distance: int) -> Found | None:
     if buckets < 2:
         return "rpe_num_buckets", f"{buckets} is too few: rpe needs at least 2; write e.g. 32"
     if distance <= buckets // 2:
-        return (
-            "rpe_max_distance",
-            f"{distance} with rpe_num_buckets {buckets}: half of the buckets hold one distance "
-            f"each, so rpe_max_distance must be above {buckets // 2}; write e.g. 128 with 32 "
-            "buckets",
-        )
+        text = f"{distance} with rpe_num_buckets {buckets}: half of the buckets hold one distance "
+        text += f"each, so rpe_max_distance must be above {buckets // 2}"
+        return "rpe_max_distance", f"{text}; write e.g. 128 with 32 buckets"
 
 
 @relation("theta_init", "num_attention_heads")

@@ -85,9 +85,10 @@ def _load(folder: Path) -> SampleIndex | None:
     if not folder.is_dir():
         return None
     try:
-        paths = [folder / f"{array}.npy" for array in _ARRAYS]
-        modes = ("r" if path.stat().st_size > _MAPPED_BYTES else None for path in paths)
-        arrays = list(map(np.load, paths, modes))
+        arrays = [
+            np.load(path, mmap_mode="r" if path.stat().st_size > _MAPPED_BYTES else None)
+            for path in (folder / f"{array}.npy" for array in _ARRAYS)
+        ]
     except (OSError, ValueError, EOFError):
         return None
     # Indexing an np.memmap itself is slow.

@@ -52,8 +52,7 @@ def import_checkpoint(source: Path, target: Path, *, summed_biases: bool | None)
     """
     found = read(source, summed_biases=summed_biases)
     if found.problems:
-        listed = "\n  ".join(found.problems)
-        raise CheckpointError(f"{source} is not complete:\n  {listed}")
+        raise CheckpointError("\n  ".join([f"{source} is not complete:", *found.problems]))
     state = {"module": found.weights, "neox_buffers": found.buffers, "neox_parts": found.shards}
     configs = source / "configs" if (source / "configs").is_dir() else None
     about = {"shape": asdict(found.shape), "schedule": found.schedule, "args": found.args}
@@ -107,12 +106,8 @@ def export_checkpoint(source: Path, target: Path, *, parts: int | None = None) -
         args["make_vocab_size_divisible_by"] = len(weights[WORDS]) // shape.parts
     with new_checkpoint(target, saved.tag) as folder:
         _write_layers(folder, shape, _placed(shape, weights, buffers), shards)
-        _write_counters(
-            folder,
-            shape,
-            saved.step,
-            {"lr_scheduler": about["schedule"], "args": args, "kerple_run": saved.lineage},
-        )
+        state = {"lr_scheduler": about["schedule"], "args": args, "kerple_run": saved.lineage}
+        _write_counters(folder, shape, saved.step, state)
         if (saved.path / "configs").is_dir():
             shutil.copytree(saved.path / "configs", folder / "configs")
     return target / saved.tag
@@ -207,14 +202,10 @@ def _not_in_newer_neox(config: Config, block: BlockShape, pos: PositionalEmbeddi
 
 def _shape_of(config: Config, block: BlockShape, pos: PositionalEmbedding) -> Shape:
     m = config.model
-    if pos.name not in layout.EMBEDDINGS:
-        raise CheckpointError(
-            f"the published code has no pos_emb {pos.name}, so this checkpoint cannot be exported "
-            "to it"
-        )
     head = _needs_newer_neox(block, m.activation)
     windows = m.sliding_window_width
     lacking = {
+        f"pos_emb {pos.name}": pos.name not in layout.EMBEDDINGS,
         "rope_scaling": m.rope_scaling,
         "attention_output_gate": m.attention_output_gate,
         "head_dim": block.head_dim is not None,

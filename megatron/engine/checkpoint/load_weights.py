@@ -206,10 +206,9 @@ def _text_of_problems(
 ) -> str:
     """Return the error message for a checkpoint that does not fit the model."""
     listed = "\n  ".join(sorted(problems))
-    published = saved.kind == "published"
-    config = (
-        f"the files in {saved.path / 'configs'}" if published else RunFolder(saved.folder).config
-    )
+    config = str(RunFolder(saved.folder).config)
+    if saved.kind == "published":
+        config = f"the files in {saved.path / 'configs'}"
     padding = ""
     if WORDS in weights and WORDS in shapes and len(weights[WORDS]) != shapes[WORDS][0]:
         rows = len(weights[WORDS])

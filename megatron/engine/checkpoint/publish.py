@@ -117,11 +117,8 @@ def write_import(
             raise OSError(f"the weights: {why} ({weights})") from None
         if configs is not None:
             shutil.copytree(configs, folder / "configs")
-        record = {
-            "progress": {"step": step, "consumed_samples": 0, "train_samples": 0},
-            "layout": {"zero_stage": 0},
-            **about,
-        }
+        progress = {"step": step, "consumed_samples": 0, "train_samples": 0}
+        record = {"progress": progress, "layout": {"zero_stage": 0}, **about}
         write_record(folder, record, describe_files(folder, build_groups(torch.device("cpu"))))
 
 

@@ -126,9 +126,8 @@ def convert(
         with only_safe_loads():
             with plain_path(saved.folder) as source, plain_path(scratch) as result:
                 _run_converter(source / saved.tag, result / saved.tag, workers)
-            _complete_weights(
-                target / "zero", saved.record, saved.record.cuts if cuts is None else cuts
-            )
+            cuts = saved.record.cuts if cuts is None else cuts
+            _complete_weights(target / "zero", saved.record, cuts)
             _complete_counters(target)
     except Exception as error:  # the converter raises many kinds, also on a full disk
         shutil.rmtree(scratch, ignore_errors=True)
@@ -196,8 +195,7 @@ def _complete_counters(folder: Path) -> None:
     # The counters are copied from the first of these files.
     stored = sorted(folder.glob("*mp_rank_*_model_states.pt"))
     counters = safe_load(stored[0], mmap=False)
-    counters["module"] = None  # weights are read from zero/
-    counters["mp_world_size"] = 1
+    counters |= {"module": None, "mp_world_size": 1}  # weights are read from zero/
     for path in stored:
         path.unlink()
     # ZeRO-1 and ZeRO-2 read the first of these names, and ZeRO-3 reads the second.

@@ -214,10 +214,8 @@ def _wait_for_end(path: Path, content: str, key: str, deadline: float) -> None:
                 return
             if first is None:
                 first = found[1]
-                print(
-                    f"{path.parent} is held by {who(content)}; looking whether it is alive",
-                    flush=True,
-                )
+                text = f"{path.parent} is held by {who(content)}; looking whether it is alive"
+                print(text, flush=True)
             if beaten or age > LIFETIME or time.monotonic() > deadline:
                 raise CheckpointError(
                     f"{key}: {path.parent} is in use by {who(content)}, and only one job at a time "

@@ -152,14 +152,10 @@ class TrainingLoop:
         if length != self._length and isinstance(self.engine, PipelineEngine):
             self.engine.reset_activation_shape()  # the stages tell each other the new shape
         self._length = length
+        arrays = cut(batches, length)
         with explained_overflow(self.engine, number):
             loss, norm = train_step(
-                self.engine,
-                cut(batches, length),
-                accumulation,
-                self.groups,
-                self.hooks,
-                self.counting,
+                self.engine, arrays, accumulation, self.groups, self.hooks, self.counting
             )
         self.theta.project()
         last, leaves = number == training.train_iters, preemption.current.due()

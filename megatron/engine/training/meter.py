@@ -27,8 +27,7 @@ class Meter:
         if state is not None and sums:
             self.steps = int(state.get("steps", 0))
             same = len(sums) == groups.data_size
-            own = sums[groups.data_rank] if same else sum(sums) / len(sums)
-            self._total += own
+            self._total += sums[groups.data_rank] if same else sum(sums) / len(sums)
 
     def reset(self) -> None:
         self.steps = self.timed = 0
