@@ -36,6 +36,8 @@ mpirun may therefore have the variables of both launchers.
 MASTER = ("MASTER_ADDR", "MASTER_PORT")
 PORTS = range(20000, 32000)
 """A job without MASTER_PORT uses one of these ports. Linux itself assigns none of them."""
+LOCAL_RANK = "KERPLE_LOCAL_RANK"
+"""The variable with the rank on this machine, of a rank that sees one GPU and has LOCAL_RANK 0."""
 SAVING_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 """`start_ranks` passes these signals on to the ranks, which then save a checkpoint and end."""
 
@@ -91,6 +93,11 @@ def world_size() -> str:
     """
     found = task()
     return os.environ.get("WORLD_SIZE") or str(found.size if found else 1)
+
+
+def local_rank() -> int:
+    """Return this process's rank among the job's processes on the same machine."""
+    return int(os.environ.get(LOCAL_RANK) or os.environ.get("LOCAL_RANK", "0"))
 
 
 def is_alone() -> bool:

@@ -212,18 +212,17 @@ class Job:
             saver.save(start)
         preemption.current.begin()
         speed = speed_of(c, self.model.shape, groups, self.data.document_lengths())
-        steps = c.checkpoint.retrofit_anneal
+        fades = c.checkpoint.retrofit_anneal
         hooks: list[Hook] = [
-            *([Fading(self.model, steps)] if steps else []),  # before a validation that is due
+            *([Fading(self.model, fades)] if fades else []),  # before a validation that is due
             LossGuard(engine, groups, c.training, log),
             StepLog(c, engine, groups, self.theta, speed, log),
             Validation(partial(self._validate, log), log),
         ]
         saving = Saving(saver, start, loader, hooks[:])
         hooks += [saving, StepProfiler(c.logging, self.run_dir, log)]
-        loop = TrainingLoop(
-            c, engine, groups, self.theta, log, hooks, start.interval, self.data.counting
-        )
+        counting = self.data.counting
+        loop = TrainingLoop(c, engine, groups, self.theta, log, hooks, start.interval, counting)
         try:
             loop.run(loader, start.step)
         finally:
@@ -278,8 +277,7 @@ class Job:
         c = self.config.checkpoint
         if not c.save:
             return None
-        keep = c.keep_last_n_checkpoints
-        to = Destination(Path(c.save), self.description, keep, self.confirm)
+        to = Destination(Path(c.save), self.description, c.keep_last_n_checkpoints, self.confirm)
         return Saver(self.engine, self.groups, to, beside_training=c.async_save, say=log.line)
 
     def _evaluate(self, log: RunLog) -> None:

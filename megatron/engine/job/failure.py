@@ -280,5 +280,5 @@ def _print(failure: Failure) -> None:
 
 def print_if_elsewhere(failure: Failure) -> None:
     """If `failure` happened on another machine, print `failure` on one rank of this machine."""
-    if failure["host"] != socket.gethostname() and os.environ.get("LOCAL_RANK") == "0":
+    if failure["host"] != socket.gethostname() and launcher.local_rank() == 0:
         _print(failure)

@@ -45,7 +45,7 @@ class Talk(threading.Thread):
         self.refused = False
         # Two ranks of each machine read all counts, because one of the two may be the stopped one.
         # The others read the counts once, for the machines' names.
-        self.reads = os.environ.get("LOCAL_RANK", "0") in ("0", "1")
+        self.reads = launcher.local_rank() < 2
         self._ranks, self._reads_every, self._interval = ranks, reads_every, interval
         self._exchange = exchange
         self.start()

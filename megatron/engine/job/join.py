@@ -16,7 +16,7 @@ import torch.distributed as dist
 from deepspeed.ops import __compatible_ops__
 from torch.distributed import HashStore  # pyright: ignore[reportPrivateImportUsage]  documented
 
-from megatron import preemption
+from megatron import launcher, preemption
 from megatron.config.sections.parallel import ParallelConfig
 from megatron.ending import is_member
 from megatron.engine.errors import StartError
@@ -111,6 +111,7 @@ def device_of_rank() -> torch.device:
         return torch.device("cpu")
     # srun can show each task only its own GPU, which is then the first, for DeepSpeed too.
     if torch.cuda.device_count() == 1 and "LOCAL_RANK" in os.environ:
+        os.environ.setdefault(launcher.LOCAL_RANK, os.environ["LOCAL_RANK"])
         os.environ.update(LOCAL_RANK="0", OMPI_COMM_WORLD_LOCAL_RANK="0")  # they must be equal
     device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
     torch.cuda.set_device(device)

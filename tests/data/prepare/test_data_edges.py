@@ -13,33 +13,17 @@ from pathlib import Path
 import lm_dataformat
 import pytest
 
-import prepare_data
-from megatron.data.errors import CorpusError, ShardError
+from megatron.data.errors import CorpusError
 from megatron.data.prepare.journal import Journal, State
 from megatron.data.prepare.sources import find_sources
 from megatron.data.prepare.text_to_shards import Preparation
-from megatron.data.shards.joined import find_prefixes
 from megatron.data.shards.manifest import read_manifest
 from megatron.data.shards.merge import merge
 from megatron.data.shards.reader import ShardReader
 from megatron.data.tokenizers.byte_level import ByteLevelTokenizer
-from tools import inspect_shards, merge_shards
 from tools.datasets import preprocess_data
 
 GOOD = '{"text": "fine", "meta": {"pile_set_name": "ArXiv"}}\n'
-
-
-@pytest.fixture
-def run(tmp_path, capsys):
-    """Return run(inputs, *flags, code), which prepares the data set x and returns the output."""
-
-    def prepare(inputs: list[Path], *flags: object, code: int = 0, name: str = "x") -> str:
-        arguments = ["--input", *inputs, "--name", name, "-d", tmp_path / "out", "--workers", 1]
-        assert prepare_data.main(list(map(str, [*arguments, *flags]))) == code
-        said = capsys.readouterr()
-        return said.out + said.err
-
-    return prepare
 
 
 def empty_archives(folder: Path) -> dict[str, Path]:
@@ -108,60 +92,6 @@ def test_why_nothing_was_written(tmp_path, run):
     text = run([path], "--pile-set", "arxiv", code=1)
     assert "no document with text in it (3 left out by --pile-set); nothing is written" in text
     assert not list((tmp_path / "out").iterdir())
-
-
-def test_partitions_without_documents(tmp_path, run, capsys):
-    """With one chunk, one of two partitions is empty and reported; merging empty ones fails."""
-    out, path = tmp_path / "out", tmp_path / "a.jsonl"
-    path.write_text(GOOD)
-    text = [run([path], "--partition", f"{part}/2") for part in (1, 2)]
-    assert "partition 1/2 of" in text[0] and "no document" in text[0]
-    assert "no document" not in text[1]
-    prefixes = find_prefixes(out / "x-*_text_document")
-    assert inspect_shards.main([prefixes[0]]) == 0
-    assert merge_shards.main([*prefixes, str(out / "merged")]) == 0
-    assert len(ShardReader(out / "merged")) == 1
-
-    path.write_text('{"text": ""}\n')
-    for part in (1, 2):
-        run([path], "--partition", f"{part}/2", name="blank")
-    capsys.readouterr()
-    assert merge_shards.main([str(out / "blank-*_text_document"), str(out / "none")]) == 1
-    assert "no document in them; nothing is written" in capsys.readouterr().err
-    assert not list(out.glob("none*"))
-
-
-def test_a_glob_wants_all_partitions(tmp_path, run):
-    path = tmp_path / "a.jsonl"
-    path.write_text(GOOD)
-    run([path], "--partition", "2/3")
-    run([path], "--partition", "3/3", "--workers", 1)
-    with pytest.raises(ShardError, match="partition 1 of 3 is missing; prepare it, or name"):
-        find_prefixes(tmp_path / "out" / "x-*_text_document")
-    one_by_one = [tmp_path / "out" / f"x-0000{part}-of-00003_text_document" for part in (2, 3)]
-    assert find_prefixes(one_by_one) == list(map(str, one_by_one))
-    for part in (1, 2, 3):
-        run([path], "--partition", f"{part}/3", name="y")
-    with pytest.raises(ShardError, match="partition 1 of 3 is missing"):
-        find_prefixes(tmp_path / "out" / "*_text_document")  # of one of two corpora
-    run([path], "--partition", "1/3")
-    assert len(find_prefixes(tmp_path / "out" / "x-*_text_document")) == 3
-    assert len(find_prefixes(tmp_path / "out" / "*_text_document")) == 6
-
-
-def test_partitions_of_a_zip_whose_directory_is_in_another_order(tmp_path, run):
-    path = tmp_path / "a.zip"
-    texts = [chr(97 + i) * 300_000 for i in range(4)]
-    with zipfile.ZipFile(path, "w") as archive:
-        for i, text in enumerate(texts):
-            archive.writestr(f"{i}.txt", text)
-        archive.filelist.reverse()
-    parts = [tmp_path / "out" / f"x-0000{part}-of-00002_text_document" for part in (1, 2)]
-    for part in (1, 2):
-        run([path], "--partition", f"{part}/2")
-    found = [reader.get(i) for reader in map(ShardReader, parts) for i in range(len(reader))]
-    encode = ByteLevelTokenizer()
-    assert [encode.decode(each[:-1]) for each in found] == texts
 
 
 def test_folders_of_the_datasets_library(tmp_path, run):

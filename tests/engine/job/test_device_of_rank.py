@@ -6,6 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from megatron import launcher
 from megatron.engine.checkpoint import relayout
 from megatron.engine.job.join import device_of_rank
 
@@ -19,7 +20,9 @@ def _rank(monkeypatch):
         monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
         monkeypatch.setattr(torch.cuda, "device_count", lambda: visible)
         monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
-        monkeypatch.delenv("LOCAL_RANK", raising=False)
+        for name in ("LOCAL_RANK", launcher.LOCAL_RANK):
+            monkeypatch.setenv(name, "")  # so that it is restored
+            monkeypatch.delenv(name)
         if local_rank is not None:
             monkeypatch.setenv("LOCAL_RANK", str(local_rank))
         monkeypatch.setenv("OMPI_COMM_WORLD_LOCAL_RANK", str(local_rank))
@@ -37,7 +40,8 @@ def test_a_rank_uses_the_gpu_of_its_number(rank):
 
 def test_a_task_that_sees_only_its_own_gpu_uses_it(rank):
     """As with `srun --gpus-per-task=1`. DeepSpeed takes LOCAL_RANK for the number of the device."""
-    assert rank(1, 3) == 0
+    assert rank(8, 3) == 3 and launcher.local_rank() == 3
+    assert rank(1, 3) == 0 and launcher.local_rank() == 3  # of which only 0 prints for its machine
     assert os.environ["LOCAL_RANK"] == os.environ["OMPI_COMM_WORLD_LOCAL_RANK"] == "0"
 
 
