@@ -72,10 +72,11 @@ class Task(NamedTuple):
 def task() -> Task | None:
     """Describe this process as a task of srun or mpirun: its rank and the number of tasks.
 
-    Return None if the launcher started fewer than two tasks, RANK is set, or WORLD_SIZE is 1.
+    If the launcher started fewer than two tasks, or if the variable RANK is set, return None. In a
+    shell that `srun --pty` started, WORLD_SIZE=1 has the same effect.
     """
-    # torch reads the rank from RANK. A shell of `srun --pty` has the variables of a task, too.
-    if "RANK" in os.environ or os.environ.get("WORLD_SIZE") == "1":
+    # torch reads the rank from RANK.
+    if "RANK" in os.environ or (os.environ.get("WORLD_SIZE") == "1" and os.isatty(0)):
         return None
     for launcher, *names in LAUNCHERS:
         found = [os.environ.get(name, "") for name in names]
@@ -97,7 +98,7 @@ def world_size() -> str:
 
 def local_rank() -> int:
     """Return this process's rank among the job's processes on the same machine."""
-    return int(os.environ.get(LOCAL_RANK) or os.environ.get("LOCAL_RANK", "0"))
+    return int(os.environ.get(LOCAL_RANK) or os.environ.get("LOCAL_RANK") or "0")
 
 
 def is_alone() -> bool:

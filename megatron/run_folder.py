@@ -59,10 +59,15 @@ class RunFolder:
         self.suite = path / "suite"
         self.results = self.extrapolation, self.accuracy
 
-    def tags(self) -> list[str]:
-        """Return the names of the complete checkpoints, in the order of their steps."""
+    def tags(self, after: int = -1) -> list[str]:
+        """Return the names of the complete checkpoints, in the order of their steps.
+
+        Args:
+            after: The result has only checkpoints of later steps than this one.
+        """
         steps = [path.name[len(_TAG) :] for path in self.path.glob(f"{_TAG}*")]
-        return [tag_of(step) for step in sorted(int(s) for s in steps if s.isdecimal())]
+        numbers = sorted(int(step) for step in steps if step.isdecimal())
+        return [tag_of(number) for number in numbers if number > after]
 
     def newest_tag(self) -> tuple[str | None, str]:
         """Return (name of the newest checkpoint, problem).
@@ -88,7 +93,7 @@ class RunFolder:
             return None, ""
         tag = read_start(self.latest).strip()
         if tag not in os.listdir(self.path) or not (self.path / tag).is_dir():
-            there = ", ".join(sorted(path.name for path in self.path.glob(f"{_TAG}*"))) or "none"
+            there = ", ".join(self.tags()) or "none"
             return None, (
                 f"{self.latest} names {tag!r}, which is not a checkpoint folder beside it (there: "
                 f"{there}); write the name of one of those into it, let train.py --allow-fallback "

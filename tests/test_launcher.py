@@ -128,7 +128,6 @@ def test_tasks_in_containers_have_one_port(environ, monkeypatch):
         ({}, "1", True),
         (BATCH, "1", True),  # one process, whatever the number of tasks
         (BATCH | {"SLURM_STEP_NUM_TASKS": "1"}, "1", True),  # srun --pty bash
-        (STEP | {"WORLD_SIZE": "1"}, "1", False),  # in a shell of srun --ntasks=4 --pty bash
         (TORCHRUN, "2", False),
         (STEP | TORCHRUN, "2", False),  # srun of one torchrun for each node
         (TORCHRUN | {"WORLD_SIZE": "1"}, "1", False),
@@ -140,6 +139,18 @@ def test_variables_of_torch_stay_and_a_batch_script_is_alone(environ, variables,
     assert launcher.world_size() == world and launcher.is_alone() == alone
     launcher.join()
     assert {name: os.environ.get(name) for name in TORCHS} == before
+
+
+def test_a_shell_of_several_tasks_can_run_one_process(environ, monkeypatch):
+    """As `srun -n4 --pty bash` starts it. The tasks themselves have no terminal."""
+    environ(STEP | {"WORLD_SIZE": "1"})
+    assert launcher.task().size > 1
+    monkeypatch.setattr(os, "isatty", lambda file: file == 0)
+    assert launcher.task() is None and launcher.world_size() == "1"
+    launcher.join()
+    assert "RANK" not in os.environ
+    environ(STEP)
+    assert launcher.task().size > 1
 
 
 @pytest.mark.parametrize(

@@ -266,7 +266,7 @@ def read_override(text: str) -> tuple[Settings, list[Problem]]:
     path = tuple(part.strip().replace("-", "_") for part in key.split("."))
     if not equals or not all(path):
         return {}, [Problem(mark, "", "not key=value; write e.g. -o train_iters=100")]
-    if " #" in value and value.strip()[:1] not in ("'", '"', "[", "{"):
+    if " #" in f" {value}" and value.strip()[:1] not in ("'", '"', "[", "{"):
         return {}, [Problem(mark, dotted(path), "' #' begins a comment; write quotes around it")]
     document = _Document(mark.file, "value: " + value)
     if any(other[0] != "value" for other in document.settings):

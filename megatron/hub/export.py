@@ -24,7 +24,7 @@ from megatron.engine.open_run import OpenRun
 from megatron.hub.bundle import bundle
 from megatron.hub.config_keys import OWN_CLASS, OWN_KEYS, hub_config, misfits, own_keys
 from megatron.hub.model_card import model_card
-from megatron.hub.tokenizer import write_tokenizer
+from megatron.hub.tokenizer import OtherTokensError, write_tokenizer
 from megatron.hub.weights import layout_of
 from megatron.model import GPT
 from megatron.model.theta import is_theta
@@ -95,8 +95,17 @@ def export(run: OpenRun, folder: Path, licence: str = "unknown") -> list[str]:
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     hub = _hub_model(run)
-    _write(hub, run, folder)
-    write_tokenizer(run.tokenizer, folder)
+    _write_configs(hub, run, folder)
+    try:
+        write_tokenizer(run.tokenizer, folder)
+    except OtherTokensError:
+        if hub.code:
+            raise
+        # For some classes, such as Qwen2, transformers has a tokenizer whatever the files say.
+        hub = _own_class(run)
+        _write_configs(hub, run, folder)
+        write_tokenizer(run.tokenizer, folder)
+    _write_weights(hub, folder)
     card = model_card(run, own_class=bool(hub.code), licence=licence)
     (folder / "README.md").write_text(card, encoding="utf-8")
     difference = _compare(folder, run, remote_code=bool(hub.code))
@@ -113,10 +122,6 @@ def _hub_model(run: OpenRun) -> HubModel:
     if run.dtype is torch.float64 or misfits(run.config):
         return _own_class(run)
     kind, about = hub_config(run.config)
-    # transformers gives every Qwen2 the normalizer (NFC) and the words of Qwen's own tokenizer.
-    backend = getattr(run.tokenizer, "reference", None)
-    if kind.model_type == "qwen2" and "NFC" not in repr(getattr(backend, "normalizer", None)):
-        return _own_class(run)
     weights, state = {}, run.model.state_dict()
     for name, parts in layout_of(kind, run.model.shape, run.model.pos).items():
         weights |= dict(zip(parts.names, parts.split(state[name]), strict=True))
@@ -195,8 +200,8 @@ def _values(config: Config, model: GPT) -> dict[str, Any]:
     }
 
 
-def _write(hub: HubModel, run: OpenRun, folder: Path) -> None:
-    """Write the configuration, the weights and the code of an export to `folder`."""
+def _write_configs(hub: HubModel, run: OpenRun, folder: Path) -> None:
+    """Write the configuration and the code of an export to `folder`."""
     end, unused = run.tokenizer.eod, range(run.tokenizer.vocab_size, run.model.shape.vocab_size)
     ends = sorted(run.tokenizer.ends) if len(run.tokenizer.ends) > 1 else end
     generation = {"eos_token_id": ends, "pad_token_id": end, "suppress_tokens": [*unused] or None}
@@ -205,6 +210,9 @@ def _write(hub: HubModel, run: OpenRun, folder: Path) -> None:
         (folder / f"{name}.json").write_text(text + "\n", encoding="utf-8")
     if hub.code:
         (folder / f"{CODE}.py").write_text(hub.code, encoding="utf-8")
+
+
+def _write_weights(hub: HubModel, folder: Path) -> None:
     try:
         save_torch_state_dict(hub.weights, folder, max_shard_size=_SHARD)
     except SafetensorError as error:  # such as a full disk

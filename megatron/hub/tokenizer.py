@@ -16,11 +16,16 @@ from megatron.data.tokenizers.fast_bpe import DIFFICULT_TEXTS, byte_of_symbol
 from megatron.engine.errors import HubError
 
 
+class OtherTokensError(HubError):
+    """transformers loads another tokenizer from an export."""
+
+
 def write_tokenizer(tokenizer: Tokenizer, folder: Path) -> None:
     """Write a tokenizer as files for the library transformers.
 
     Raises:
-        HubError: The tokenizer cannot be exported, or the written files give different token ids.
+        HubError: The tokenizer cannot be exported.
+        OtherTokensError: From the written files, transformers gets different token ids.
     """
     # Texts of a batch are padded at the start, by end-of-document tokens.
     if isinstance(tokenizer, HFTokenizer):
@@ -69,7 +74,7 @@ def _check(tokenizer: Tokenizer, folder: Path) -> None:
         ids = [*tokenizer.begin, *tokenizer.encode(text)]
         found = theirs(text)["input_ids"]  # a template may also end the text
         if found[: len(ids)] != ids or {*found[len(ids) :]} - {tokenizer.eod}:
-            raise HubError(
+            raise OtherTokensError(
                 f"the exported {tokenizer.name} gives other ids to {text[:60]!r}, so there is "
                 "no export"
             )

@@ -33,6 +33,7 @@ class LayerCache:
 
     def __init__(self, padding_B: Tensor, window: int | None = None):
         self.padding_B, self.window = padding_B, window
+        self._hidden_B = padding_B  # the number of first columns that no later token sees
         self._padded = bool(padding_B.any())
         self._first = self._count = self._room = 0  # columns: the first one kept, kept, allocated
         self._buffers: list[Tensor] = []
@@ -83,10 +84,17 @@ class LayerCache:
         k_BKSE, v_BKSE, *decay = (buffer[:, :, : self._count] for buffer in self._buffers)
         return k_BKSE, v_BKSE, decay[0] if decay else None, self._starts(), offset
 
-    def forget(self, ended_B: Tensor) -> None:
-        """Count all tokens so far as padding, in the texts whose document has ended."""
-        self.padding_B = torch.where(ended_B, self.columns, self.padding_B)
-        self._padded |= bool(ended_B.any())
+    def forget(self, ended_B: Tensor, *, restart: bool) -> None:
+        """Hide all tokens so far from later tokens, in the texts whose document has ended.
+
+        Args:
+            ended_B: Whether the last column so far ends a document, or is padding with that id.
+            restart: Whether the positions of a document are counted from its own first token.
+        """
+        ended_B = ended_B & (self.padding_B < self.columns)
+        self._hidden_B = torch.where(ended_B, self.columns, self._hidden_B)
+        self.padding_B = self._hidden_B if restart else self.padding_B
+        self._padded = True
 
     def _make_room(self, new: list[Tensor]) -> None:
         """Allocate larger buffers, and copy the columns that later queries need.
@@ -109,6 +117,6 @@ class LayerCache:
     def _starts(self) -> Tensor | None:
         if not self._padded:
             return None
-        start_B1 = (self.padding_B - self._first).clamp(min=0)[:, None]
+        start_B1 = (self._hidden_B - self._first).clamp(min=0)[:, None]
         column_S = torch.arange(self._count, device=start_B1.device)
         return torch.where(column_S < start_B1, 0, start_B1)

@@ -136,8 +136,10 @@ class GPT(nn.Module):
         x_BTD, theta_HN = self.embedding(tokens_BT, positions_BT=positions_BT)
         for layer, kept in zip(self.layers, cache, strict=True):
             x_BTD = layer(x_BTD, theta_HN, cache=kept)
-            if self.documents is not None and self.documents.end is not None:
-                kept.forget(tokens_BT[:, -1] == self.documents.end)
+        if self.documents is not None and self.documents.end is not None:
+            ended_B = tokens_BT[:, -1] == self.documents.end
+            for kept in cache if ended_B.any() else ():
+                kept.forget(ended_B, restart=self.documents.restart_positions)
         x_BTD = self.final_norm(x_BTD[:, -1:] if last_only else x_BTD)
         logits_BTV = gather_from(self._logits(x_BTD), self.logits_tp, -1)
         return logits_BTV[:, -1] if last_only else logits_BTV

@@ -188,6 +188,9 @@ class Job:
         if self.groups.device.type == "cpu":
             keep_memory()
         saver, done = self._saver(log), False
+        begins = self.progress.step == 0 and not self.start.resumes
+        if saver and begins and 0 in self.config.checkpoint.extra_save_iters:
+            saver.save(self.progress)
         while not done:
             left = self.config.training.train_iters - self.progress.step
             loader = self.data.training(
@@ -208,8 +211,6 @@ class Job:
 
     def _train_on(self, loader: TrainLoader, saver: Saver | None, log: RunLog) -> None:
         c, engine, groups, start = self.config, self.engine, self.groups, self.progress
-        if saver and start.step == 0 and 0 in c.checkpoint.extra_save_iters:
-            saver.save(start)
         preemption.current.begin()
         speed = speed_of(c, self.model.shape, groups, self.data.document_lengths())
         fades = c.checkpoint.retrofit_anneal
@@ -292,9 +293,8 @@ class Job:
     def _evaluate_lengths(self, log: RunLog) -> None:
         self.engine.eval()
         scale_distances(self.model, self.config.evaluation.eval_distance_scale)
-        model = MeasuredModel(
-            self.config, self.groups, loss_function(self.engine, self.groups), self.model,
-            self.data.tokenizer, self.theta.master_of_all_heads(), self.progress.step,
-        )  # fmt: skip
+        loss_fn, theta = loss_function(self.engine, self.groups), self.theta.master_of_all_heads()
+        about = self.data.tokenizer, theta, self.progress.step
+        model = MeasuredModel(self.config, self.groups, loss_fn, self.model, *about)
         evaluate_lengths(model, self.data.text, self.run_dir, log.line)
         log.pictures(self.progress.step, self.run_dir.glob("*.png"))

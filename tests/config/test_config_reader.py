@@ -173,7 +173,7 @@ def test_overrides() -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["train_iters", "=3", "a..b=1", "x=[1", "x=1\ny: 2", "save=runs/try #2"]
+    "text", ["train_iters", "=3", "a..b=1", "x=[1", "x=1\ny: 2", "save=runs/try #2", "save=#2"]
 )
 def test_bad_overrides(text: str) -> None:
     _, problems = read_override(text)

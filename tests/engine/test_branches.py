@@ -1,5 +1,7 @@
 """Test runs that start from a checkpoint of another run by configuration alone."""
 
+import pytest
+
 from megatron.run_folder import RunFolder
 from tests.helpers.jobs import digest, rows, write_run_config, write_shards
 from tests.helpers.launch import call
@@ -58,14 +60,18 @@ def test_a_stopped_branch_resumes_by_the_same_command(tmp_path):
     assert "tools/import_hf.py imports a model of transformers" in text
 
 
-def test_a_checkpoint_before_the_first_step(tmp_path):
+@pytest.mark.parametrize("beside", [False, True])
+def test_a_checkpoint_before_the_first_step(tmp_path, beside):
     """As Pythia's, whose `extra_save_iters` begin with 0; a branch from it repeats all steps."""
     prefix = write_shards(tmp_path)
-    keys = {"train_micro_batch_size_per_gpu": 4, "train_iters": 2, "extra_save_iters": [0]}
-    config, run = write_run_config(tmp_path / "whole", prefix, **keys)
+    keys = {"train_micro_batch_size_per_gpu": 4, "train_iters": 2, "extra_save_iters": [0, 1]}
+    config, run = write_run_config(tmp_path / "whole", prefix, async_save=beside, **keys)
     call("train.py", config)
-    assert RunFolder(run).tags() == ["global_step0", "global_step2"]
+    assert RunFolder(run).tags() == ["global_step0", "global_step1", "global_step2"]
     branch = tmp_path / "branch"
     start = ["-o", f"load={run / 'global_step0'}", "-o", f"save={branch}"]
     assert f"resuming from {run / 'global_step0'}" in call("train.py", config, *start)
     assert digest(branch) == digest(run) and rows(branch) == rows(run)
+    other = ["-o", f"save={tmp_path / 'other'}", "-o", "zero_optimization.stage=2"]
+    text = call("train.py", config, start[0], start[1], *other, code=1)
+    assert "another layout, and step 0 has no optimizer state to convert. Resume with" in text

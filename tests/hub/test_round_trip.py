@@ -175,11 +175,15 @@ def test_a_scale_of_distances_comes_back(tmp_path):
     assert newest(tmp_path / "run").record.config["eval_distance_scale"] == 0.25
 
 
-def test_a_qwen2_with_another_tokenizer_is_exported_with_our_code(tmp_path):
+@pytest.mark.parametrize("normalised", [False, True])
+def test_a_qwen2_with_another_tokenizer_is_exported_with_our_code(normalised, tmp_path):
     """transformers loads Qwen's words and normalizer for each Qwen2, whatever the files say."""
     first, second = tmp_path / "first", tmp_path / "second"
     hub_model("qwen2", num_key_value_heads=2).save_pretrained(first)
-    write_tokenizer(first)
+    write_tokenizer(first, normalised=normalised)
+    described = json.loads((first / "tokenizer.json").read_text())
+    described["pre_tokenizer"]["add_prefix_space"] = normalised  # a Qwen has no such space
+    (first / "tokenizer.json").write_text(json.dumps(described))
     import_folder(first, tmp_path / "run")
     second.mkdir()
     run = open_run(tmp_path / "run", groups=build_groups(torch.device("cpu")))

@@ -56,21 +56,37 @@ def test_a_document_has_the_logits_that_it_has_alone(case):
     assert not torch.allclose(alone(tokens)[0, 5:], logits[0, 5:], atol=1e-3)
 
 
-@pytest.mark.parametrize("case", CASES)
+GOES_ON = CASES | {f"{name}, one count": {"restart": False} for name in ("learned", "sinusoidal")}
+
+
+@pytest.mark.parametrize("case", GOES_ON)
 @torch.no_grad()
 def test_generation_after_the_end_of_a_document_does_not_see_that_document(case):
     """As a text without a prompt, which begins with the end-of-document token."""
-    model = build(case.partition(",")[0], **CASES[case])
+    model = build(case.partition(",")[0], **GOES_ON[case])
     tokens = torch.tensor([[END, 5, 2, 7, 9], [4, 3, 6, 7, 1]])
     wanted = torch.cat([model(tokens[:1]), model(tokens[1:])])
     cache = model.new_cache(torch.tensor([1, 1]))
     steps = [model.extend(each, cache, last_only=False) for each in tokens.split((1, 2, 1, 1), 1)]
     torch.testing.assert_close(torch.cat(steps, 1), wanted, rtol=0, atol=1e-12)
-    assert not torch.allclose(wanted[0, 1:], build_alone(case)(tokens[:1])[0, 1:], atol=1e-3)
+    alone = build_alone(case)(tokens[:1])
+    assert not torch.allclose(wanted[0, 1:], alone[0, 1:], atol=1e-3)
+
+
+@torch.no_grad()
+def test_padding_with_the_id_of_the_end_of_a_document_ends_none():
+    """Texts are padded with 0, which ends documents in GPT-NeoX's tokenizer."""
+    model = build("learned", end=0)
+    tokens, short = torch.tensor([[5, 2, 7, 9, 3, 8]]), torch.tensor([[4, 6]])
+    both = torch.cat([tokens, torch.cat([torch.zeros(1, 4, dtype=torch.int64), short], 1)])
+    cache = model.new_cache(torch.tensor([6, 2]))
+    logits = [model.extend(piece, cache) for piece in both.split((2, 1, 3), 1)][-1]
+    wanted = torch.cat([model(tokens)[:, -1], model(short)[:, -1]])
+    torch.testing.assert_close(logits, wanted, rtol=0, atol=1e-12)
 
 
 def build_alone(case):
-    return build(case.partition(",")[0], **(CASES[case] | {"end": None}))
+    return build(case.partition(",")[0], **(GOES_ON[case] | {"end": None}))
 
 
 def test_only_a_prompts_last_document_counts_if_no_token_sees_others():

@@ -165,7 +165,7 @@ class Preparation:
         try:
             for chunk in read_source(source, self.encode.keys, facts, self.limits):
                 yield chunk
-            # The last file that `lm_dataformat` or Spark writes may have no records.
+            # The last file that `lm_dataformat` commits may have no records, as may parquet files.
             if chunk is None and source.kind in ("tar", "zip", "hub"):
                 raise Fault(source.path, "has no records")
         except Fault as error:

@@ -94,17 +94,18 @@ class Saver:
         begun = time.monotonic()
         self.wait()
         saved = Saved(self._to.folder, tag_of(progress.step))
-        if self._beside:
+        # At step 0, Adam has no moments yet, so the buffer would be too small for later steps.
+        if self._beside and progress.step:
             files = self._collected(saved)
             if buffer := self._buffer_for(files):
                 staged = buffer.stage(files)
                 future = self._thread.submit(self._write, staged, saved, progress)
                 self._writing = saved, future
-        if not self._beside:
+        if not (self._beside and progress.step):
             write_state(self._engine, self._groups, saved, self._to)
             complete(self._groups, saved, progress, self._to)
         seconds = time.monotonic() - begun
-        word = "saving" if self._beside else "saved"
+        word = "saving" if self._writing else "saved"
         self._say(f"  {word} {saved.path}, training waited {seconds:.2f} s")
         self._warn_if_slow(seconds)
 

@@ -16,7 +16,6 @@ belongs to a run that began from the same `load`. With `finetune: true`, it also
 is missing or names the folder `save`.
 """
 
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -28,7 +27,6 @@ from megatron.engine.checkpoint.saved_checkpoints import Saved, finished
 from megatron.engine.errors import CheckpointError
 from megatron.engine.job.agreement import seen_by_all
 from megatron.engine.job.lease import leases
-from megatron.files import write_text
 from megatron.parallel.groups import Groups
 from megatron.run_folder import RunFolder, is_checkpoint
 
@@ -69,25 +67,7 @@ def choose_start(
     start.save = save
     if skipped:
         start.text += f" (passed over: {'; '.join(skipped)})"
-    if groups.is_main and start.resumes and start.saved and start.saved.folder == save:
-        _set_aside_later(start.saved)
     return start
-
-
-def _set_aside_later(saved: Saved) -> None:
-    """Rename checkpoints of later steps than `saved`, from which the run goes on.
-
-    They are damaged, or the run goes on without them. So they must neither count as checkpoints to
-    keep, nor be used when a later checkpoint is damaged.
-    """
-    tags = RunFolder(saved.folder).tags()
-    for tag in tags[tags.index(saved.tag) + 1 :]:
-        write_text(RunFolder(saved.folder).latest, saved.tag)
-        aside = saved.path.with_name(f"{tag}.passed-over-{time.time_ns()}")
-        (saved.folder / tag).rename(aside)
-        print(
-            f"{saved.folder / tag} is later than {saved.tag}: renamed to {aside.name}", flush=True
-        )
 
 
 def usable(folder: Path, groups: Groups, *, allow_fallback: bool) -> tuple[Saved | None, str]:

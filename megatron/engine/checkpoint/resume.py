@@ -5,6 +5,7 @@ The module `choose_start.py` selects this checkpoint.
 
 from __future__ import annotations
 
+import time
 import uuid
 from dataclasses import dataclass
 from functools import cached_property
@@ -22,7 +23,7 @@ from megatron.engine.errors import CheckpointError
 from megatron.engine.safe_load import only_safe_loads, safe_load
 from megatron.engine.training.optimizer import keep_hyperparameters
 from megatron.engine.training.schedule import AnnealingLR
-from megatron.files import plain_path
+from megatron.files import plain_path, write_text
 from megatron.parallel.groups import Groups
 from megatron.parallel.rng import set_rng_state
 from megatron.run_folder import RunFolder
@@ -97,11 +98,30 @@ class Start:
             with keep_hyperparameters(annealing, engine.optimizer):
                 work = self.save or self.saved.folder
                 self.progress = restore(engine, groups, self.saved, run, work)
+            trains = self.progress.step < run.config.get("train_iters", 0)
+            if groups.is_main and trains and self.saved.folder == self.save:
+                set_aside_later(self.saved)
         elif step:
             curve = self.schedule or annealing.state_dict()
             annealing.load_state_dict(curve | {"num_iters": step})
             engine.global_steps = step
         return self.progress
+
+
+def set_aside_later(saved: Saved) -> None:
+    """Rename the checkpoints of later steps than `saved`, from which the run goes on.
+
+    They are damaged, or the run goes on without them. So they must neither count as checkpoints to
+    keep, nor be used when a later checkpoint is damaged.
+    """
+    folder = RunFolder(saved.folder)
+    for tag in folder.tags(after=saved.step):
+        write_text(folder.latest, saved.tag)
+        aside = saved.path.with_name(f"{tag}.passed-over-{time.time_ns()}")
+        (saved.folder / tag).rename(aside)
+        print(
+            f"{saved.folder / tag} is later than {saved.tag}: renamed to {aside.name}", flush=True
+        )
 
 
 def restore(
@@ -122,7 +142,9 @@ def restore(
     written, layout = saved.record.layout, run.layout
     resharded = layout["model_parallel_size"] > 1 and saved.record.cuts != run.cuts
     if written != layout or resharded:
-        if why := relayout.why_not_resumed(written, layout):
+        why = relayout.why_not_resumed(written, layout)
+        if why or saved.step == 0:
+            why = why or "step 0 has no optimizer state to convert"
             raise CheckpointError(
                 f"{saved.path} was written with another layout, and {why}. Resume with the layout "
                 "it was written with, or set `finetune: true` and another `save` to load only its "

@@ -123,11 +123,12 @@ class StepLog(Hook):
         }
         if training.precision == "fp16":
             values["train/loss_scale"] = getattr(self.engine.optimizer, "loss_scale", 1.0)
-        text = f"step {step.number}/{training.train_iters} | loss {loss:.4f} | lr {step.lr:.2e}"
+        said = f"loss {loss:.4f}" if self._meter.steps else "updates skipped"
+        text = f"step {step.number}/{training.train_iters} | {said} | lr {step.lr:.2e}"
         if step.norm is not None:
             values["train/grad_norm"] = float(step.norm)
             text += f" | grad norm {float(step.norm):.3f}"
-        self._said, self._seconds = f"loss {loss:.4f} | {rate:,.0f} tokens/s", seconds
+        self._said, self._seconds = f"{said} | {rate:,.0f} tokens/s", seconds
         text += f" | {rate:,.0f} tokens/s"
         eta = f" | ETA {self._eta(step)}"
         shown, ends = [], []

@@ -199,18 +199,16 @@ def test_damage_that_an_early_record_does_not_cover_is_named(finished, copy):
 def test_a_course_that_is_given_up_does_not_count(finished, copy):
     """After `latest` is set back to step 3, step 6 neither counts as kept nor as a fallback."""
     (copy / "latest").write_text("global_step3")
-    config = load_config([finished[0]], [f"save={copy}", f"load={copy}"])
-    start = choose_start(config, ALONE, 24)
-    assert start.saved == Saved(copy, "global_step3") and start.resumes
-    assert RunFolder(copy).tags() == ["global_step3"]
-    assert (copy / "latest").read_text() == "global_step3"
-    flip(copy / "global_step3" / "mp_rank_00_model_states.pt")
-    with pytest.raises(CheckpointError, match="holds no intact checkpoint"):
-        choose_start(config, ALONE, 24, allow_fallback=True)
-
-
-def test_an_evaluation_of_an_earlier_step_renames_nothing(finished, copy):
-    (copy / "latest").write_text("global_step3")
-    config = load_config([finished[0]], [f"save={copy}", f"load={copy}", "train_iters=0"])
-    assert choose_start(config, ALONE, 24).saved == Saved(copy, "global_step3")
+    where = ["-o", f"save={copy}", "-o", f"load={copy}", "-o", "keep_last_n_checkpoints=2"]
+    text = call("train.py", finished[0], *where, "-o", "hidden_size=64", code=1)
+    assert "hidden_size" in text and RunFolder(copy).tags() == ["global_step3", "global_step6"]
+    call("train.py", finished[0], *where, "-o", "train_iters=3")  # with no step to train
     assert RunFolder(copy).tags() == ["global_step3", "global_step6"]
+    more = ["-o", "train_iters=8", "-o", "save_interval=5", "-o", "lr_decay_iters=6"]
+    text = call("train.py", finished[0], *where, *more)
+    [aside] = copy.glob("*.passed-over-*")
+    assert f"{copy / 'global_step6'} is later than global_step3: renamed to {aside.name}" in text
+    assert RunFolder(copy).tags() == ["global_step5", "global_step8"]
+    (copy / "latest").write_text(aside.name)
+    text = call("train.py", finished[0], *where, *more)  # back to what was given up
+    assert f"resuming from {aside}" in text and len([*copy.glob("*.passed-over-*")]) == 2

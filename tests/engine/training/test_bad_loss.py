@@ -12,7 +12,7 @@ import torch
 
 from megatron.config import ConfigError, load_config
 from megatron.config.sections.training import TrainingConfig
-from megatron.engine.checkpoint import choose_start
+from megatron.engine.checkpoint import resume
 from megatron.engine.checkpoint.saved_checkpoints import newest
 from megatron.engine.errors import BadLossError, DivergedError
 from megatron.engine.run_log.log import RunLog
@@ -209,7 +209,7 @@ def test_going_back_passes_over_the_samples_and_is_the_same_after_a_restart(tmp_
 def goes_back_behind_damage(groups, config, run):
     newest_files = sorted((run / "global_step4").glob("*optim*"))
     newest_files[0].write_bytes(newest_files[0].read_bytes()[:-64] + bytes(64))
-    with mock.patch.object(choose_start, "_set_aside_later"):  # as if it is damaged from now on
+    with mock.patch.object(resume, "set_aside_later"):  # as if it is damaged from now on
         return run_with_bad_sample(groups, config, [17], not_finite, allow_fallback=True)
 
 
