@@ -47,6 +47,7 @@ def dots(values: pd.DataFrame, title: str, columns: Mapping[str, str]) -> Any:
     """Draw measures of each run, by the mean of the smaller gain of its method.
 
     A run is a dot, with its interval if the measure has one. A line marks the mean of the method.
+    Methods without a value are left out.
 
     Args:
         values: A row for each run.
@@ -56,6 +57,7 @@ def dots(values: pd.DataFrame, title: str, columns: Mapping[str, str]) -> Any:
     from matplotlib.figure import Figure
     from matplotlib.ticker import MaxNLocator
 
+    values = values.dropna(subset=list(columns), how="all")  # some methods have no share
     names = list(values.groupby("method").least.mean().sort_values().index)
     figure = Figure(figsize=(4 + 3 * len(columns), 1.2 + 0.24 * len(names)), layout="constrained")
     figure.suptitle(title, x=0.01, ha="left")
