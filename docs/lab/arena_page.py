@@ -53,7 +53,7 @@ def gains(methods: pd.DataFrame) -> pd.DataFrame:
             "gain": methods.gain.map("{:.4f}".format),
             "exact": methods.exact.map("{:.4f}".format),
             "smaller": methods.least.map("{:.4f}".format),
-            "its deviation over seeds": methods.least_sd.map("{:.4f}".format),
+            "SD of smaller": methods.least_sd.map("{:.4f}".format),
             "share": methods.share.map("{:.0%}".format).replace("nan%", ""),
         }
     )

@@ -95,7 +95,7 @@ def test_the_tables_of_the_page_are_the_results(tmp_path, monkeypatch):
     assert gains.label.tolist() == ["gains", "gains", "", "loses"]
     assert gains.gain.tolist() == ["0.0867", "0.0220", "0.0100", "-0.4000"]
     assert gains.exact.tolist() == gains.smaller.tolist() == gains.gain.tolist()
-    assert gains["its deviation over seeds"][1] == "0.0026"
+    assert gains["SD of smaller"][1] == "0.0026"
     assert gains.share.tolist() == ["43%", "11%", "", ""]
     first = models.iloc[1].to_dict()
     assert (first["perplexity at 128"], first["perplexity at 2,048"]) == ("10.00", "9.00")

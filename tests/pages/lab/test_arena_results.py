@@ -32,6 +32,7 @@ def test_each_run_of_the_plan_has_one_row_or_a_reason():
     runs = runs_of(CODE)
     rows = [*zip(runs.method, runs.seed, strict=True)]
     assert len({*rows}) == len(rows) and {*rows} <= {*wanted}
+    assert runs.notna().all(axis=None) and (runs.documents >= 8).all()
     missing = pd.read_csv(CODE / "missing.csv")
     assert {*missing.cell} == {name for key, name in wanted.items() if key not in rows}
     assert missing.reason.notna().all()
