@@ -83,7 +83,7 @@ def step_of(engine: Any, length: int) -> Callable[[], float]:
 def measure(saver: Saver, step: Callable[[], float], saves: int) -> None:
     """Save `saves` checkpoints; the lines of the saver have the times."""
     beside = []
-    for number in range(saves):
+    for number in range(1, saves + 1):
         step()
         saver.save(TrainingProgress(number, 0, 0))
         while saver.writes():
