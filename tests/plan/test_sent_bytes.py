@@ -37,7 +37,7 @@ def sent(event):
 
 @pytest.fixture(name="fresh", scope="module")
 def _fresh():
-    """Return a pool with a process of its own, because DeepSpeed keeps the groups of other tests."""
+    """Return a pool with its own process, because DeepSpeed keeps the groups of other tests."""
     with ProcessPoolExecutor(1, get_context("spawn")) as pool:
         yield pool
 
