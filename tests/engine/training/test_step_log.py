@@ -101,6 +101,7 @@ def test_a_mean_that_rises_by_more_than_3_nats_is_told(log_of):
     # Two steps without an update have no mean, and the mean before them is kept.
     lines, rows, _ = log_of([1.0, 1.0, 9.0, 9.0, 5.0, 5.0], skipped=[3, 4])
     assert math.isnan(rows[4]["train/loss"])
+    assert rows[4]["text"].startswith("step 4/9 | updates skipped | lr 2.50e-01")
     assert lines == [f"  the loss rose from 1.0000 to 5.0000: {RISES}"]
     # A mean at a checkpoint between two lines is not one of a line.
     assert log_of([1.0, 1.0, 9.0, 1.0], saves=[3])[0] == [
