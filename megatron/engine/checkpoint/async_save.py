@@ -101,7 +101,7 @@ class Saver:
                 staged = buffer.stage(files)
                 future = self._thread.submit(self._write, staged, saved, progress)
                 self._writing = saved, future
-        if not (self._beside and progress.step):
+        if not self._writing:
             write_state(self._engine, self._groups, saved, self._to)
             complete(self._groups, saved, progress, self._to)
         seconds = time.monotonic() - begun

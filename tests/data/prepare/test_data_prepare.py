@@ -118,7 +118,10 @@ FILES = {
             ("void.jsonl",),
             "error: void.jsonl: no document with text in it (1 without text); nothing is written",
         ),
-        (("empty.txt",), "empty.txt: no document with text in it (1 without text); nothing is"),
+        (
+            ("empty.txt",),
+            "error: empty.txt: no document with text in it (1 without text); nothing is written",
+        ),
         (("none.txt",), "error: none.txt: no such file"),
         (("folder",), "error: folder: a folder without files"),
         (("x.csv",), "error: x.csv: unknown kind '.csv'; give .jsonl, .txt or .parquet files"),

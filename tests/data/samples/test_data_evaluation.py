@@ -56,7 +56,9 @@ def test_messages(text):
         match="documents 3 to 4, with at most 100 targets, give 1 tokens: .* shorter lengths",
     ):
         eval_sequences(text, (3, 4), 2, 100)
-    with pytest.raises(ShardError, match="documents 2 to 2, with .* give 0 tokens: "):
+    with pytest.raises(
+        ShardError, match="documents 2 to 2, with at most 100 targets, give 0 tokens: "
+    ):
         eval_sequences(text, (2, 2), 2, 100)
     with pytest.raises(ValueError, match=r"documents \(0, 6\) of 5"):
         eval_sequences(text, (0, 6), 2, 100)

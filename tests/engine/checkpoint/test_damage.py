@@ -210,5 +210,5 @@ def test_a_course_that_is_given_up_does_not_count(finished, copy):
     assert f"{copy / 'global_step6'} is later than global_step3: renamed to {aside.name}" in text
     assert RunFolder(copy).tags() == ["global_step5", "global_step8"]
     (copy / "latest").write_text(aside.name)
-    text = call("train.py", finished[0], *where, *more)  # back to what was given up
+    text = call("train.py", finished[0], *where, *more)  # resumes from the renamed folder
     assert f"resuming from {aside}" in text and len([*copy.glob("*.passed-over-*")]) == 2
