@@ -1,21 +1,24 @@
 """Write the tables of the arena's page from its results (arena_results.md).
 
-    python docs/lab/arena_page.py docs/results/arena
+    python docs/lab/arena_page.py docs/results/arena docs/results/arena_prose
     python docs/lab/lab_tables.py
 
-The folder contains `runs.csv` and `methods.csv` of arena.py with `--tests`, and `claims.csv` of
-arena_claims.py. The tables are in docs/lab/tables; lab_tables.py copies them into the page.
+The first folder contains `runs.csv` and `methods.csv` of arena.py with `--tests`, and `claims.csv`
+of arena_claims.py. Each other folder contains a `runs.csv`, for one other text. The tables are in
+docs/lab/tables; lab_tables.py copies them into the page.
 """
 
 from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
 import pandas as pd
+from arena import with_derived
+from arena_texts import SEED, gains_by_text, texts_of
 from recipe import perplexities
 
 TABLES = Path(__file__).parent / "tables"
@@ -28,8 +31,9 @@ P_VALUES = {
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("folder", type=Path, help="folder with the results on code")
-    folder = parser.parse_args(arguments).folder
+    parser.add_argument("folders", type=Path, nargs="+", help="folders with the results on a text")
+    folders = parser.parse_args(arguments).folders
+    folder = folders[0]
     runs, methods, claims = (
         pd.read_csv(folder / f"{name}.csv") for name in ("runs", "methods", "claims")
     )
@@ -39,6 +43,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "arena_p_values": p_values(methods),
         "arena_verdicts": verdicts(claims),
     }
+    if len(folders) > 1:
+        texts = texts_of(folders)
+        tables["arena_other_gains"] = gains_on_texts(texts)
+        tables["arena_other_models"] = models_on_texts(texts)
     for name, table in tables.items():
         table.to_csv(TABLES / f"{name}.csv", index=False)
     return 0
@@ -102,6 +110,39 @@ def verdicts(claims: pd.DataFrame) -> pd.DataFrame:
             **{f"on {name}": texts[name] for name in others},
         }
     )
+
+
+def gains_on_texts(texts: Mapping[str, pd.DataFrame]) -> pd.DataFrame:
+    """Return each method's smaller gain on each text, and on which side of 0 both intervals are.
+
+    Args:
+        texts: Maps the name of each text to its runs. The first text decides the order. Only the
+            methods that were run on each text are in the table.
+    """
+    least = gains_by_text(texts).dropna()
+    least = least.sort_values(least.columns[0], ascending=False)
+    shown = {"method": named(least.reset_index())}
+    for name, runs in texts.items():
+        of_seed = runs[runs.seed == SEED].set_index("method").loc[least.index]
+        above = (of_seed[["gain_low", "exact_low"]] > 0).all(axis=1)
+        below = (of_seed[["gain_high", "exact_high"]] < 0).all(axis=1)
+        shown[f"on {name}"] = [*least[name].map("{:.4f}".format)]
+        shown[f"intervals on {name}"] = [*np.select([above, below], ["above 0", "below 0"], "")]
+    return pd.DataFrame(shown)
+
+
+def models_on_texts(texts: Mapping[str, pd.DataFrame]) -> pd.DataFrame:
+    """Return each method's perplexities and recall on the other texts, in the same order."""
+    order = gains_by_text(texts).dropna().sort_values([*texts][0], ascending=False).index
+    shown = {"method": named(order.to_frame())}
+    for name, runs in [*texts.items()][1:]:
+        runs = with_derived(runs).set_index("method").loc[order]
+        shortest, *_, longest = perplexities(runs)
+        for column in (shortest, longest):
+            length = int(column.removeprefix("perplexity_"))
+            shown[f"{name}: perplexity at {length:,}"] = runs[column].map(perplexity)
+        shown[f"{name}: places"] = runs.places
+    return pd.DataFrame(shown)
 
 
 def perplexity(value: float) -> str:

@@ -31,18 +31,24 @@ SEED = 1246
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("folders", type=Path, nargs="+", help="folders with runs.csv of arena.py")
-    first, *others = parser.parse_args(arguments).folders
-    runs = pd.read_csv(first / "runs.csv")
-    print("methods for other text:", *chosen(runs))
-    if others:
-        texts = {folder.name: pd.read_csv(folder / "runs.csv") for folder in others}
-        gains = gains_by_text({"code": runs, **texts})
-        labels = compared(runs).set_index("method").label
-        found = pd.DataFrame([correlation(gains, labels, name) for name in texts])
+    folders = parser.parse_args(arguments).folders
+    first, texts = folders[0], texts_of(folders)
+    print("methods for other text:", *chosen(texts["code"]))
+    if len(texts) > 1:
+        gains = gains_by_text(texts)
+        labels = compared(texts["code"]).set_index("method").label
+        found = pd.DataFrame([correlation(gains, labels, name) for name in gains.columns[1:]])
         pictures.save(on_texts(gains), first / "texts.png")
         found.to_csv(first / "texts.csv", index=False, float_format="%.3g")
         print(found.to_string(index=False))
     return 0
+
+
+def texts_of(folders: Sequence[Path]) -> dict[str, pd.DataFrame]:
+    """Return the runs of each text. The first is code, the others are named after their folder."""
+    code, *others = folders
+    named = {"code": code, **{folder.name.removeprefix("arena_"): folder for folder in others}}
+    return {name: pd.read_csv(folder / "runs.csv") for name, folder in named.items()}
 
 
 def chosen(runs: pd.DataFrame) -> list[str]:

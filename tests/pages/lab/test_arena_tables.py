@@ -42,6 +42,41 @@ def test_other_text_is_for_the_papers_six_and_the_best_by_the_other_seeds(tmp_pa
     assert found["rho"] == pytest.approx(0.2)
 
 
+def test_the_tables_of_other_text_are_the_runs_of_one_seed():
+    """In the order of the gains on code; a method that was not run on each text is left out."""
+    page = importlib.import_module("arena_page")
+    code = [
+        ("bam", 1246, 0.05), ("alibi", 1246, 0.02), ("alibi", 1247, 0.9),
+        ("kerple_log", 1246, 0.03), ("rpe", 1246, 0.04),
+    ]  # fmt: skip
+    prose = [
+        arena_run("alibi", 1246, 0.02, 30.0, 20.0), arena_run("bam", 1246, -0.03, 40.0, 2000.0),
+        arena_run("kerple_log", 1246, 0.02, 35.0, 31.0, exact=0.005),
+    ]  # fmt: skip
+    texts = {
+        "code": pd.DataFrame([arena_run(*each) for each in code]),
+        "prose": pd.DataFrame(prose),
+    }
+    gains = page.gains_on_texts(texts)
+    assert gains.columns.tolist() == [
+        "method", "on code", "intervals on code", "on prose", "intervals on prose",
+    ]  # fmt: skip
+    assert gains.to_numpy().tolist() == [
+        ["`bam`", "0.0500", "above 0", "-0.0300", "below 0"],
+        ["`kerple_log`", "0.0300", "above 0", "0.0050", ""],
+        ["`alibi`", "0.0200", "above 0", "0.0200", "above 0"],
+    ]
+    models = page.models_on_texts(texts)
+    assert models.columns.tolist() == [
+        "method", "prose: perplexity at 128", "prose: perplexity at 2,048", "prose: places",
+    ]  # fmt: skip
+    assert models.to_numpy().tolist() == [
+        ["`bam`", "40.00", "2,000", 9],
+        ["`kerple_log`", "35.00", "31.00", 9],
+        ["`alibi`", "30.00", "20.00", 9],
+    ]
+
+
 def table_of(runs):
     """Return rows of results.csv for {(task, seed): shares of right answers at 10, 20, 40}."""
     rows = [
