@@ -42,6 +42,7 @@ class Call:
         window: The largest distance at which a query sees a key. None means any distance.
         positions_BT: The position of each query [batch, queries]. If it is None, biases use the
             position in the document, and temperatures use the position in the sequence.
+        sequence_positions_BT: The positions that temperatures use instead of `positions_BT`.
         sink_H: The logit of each head's attention sink. None without a sink.
         return_lse: Whether to return (output, lse). lse is the log-sum-exp of each softmax.
     """
@@ -59,6 +60,7 @@ class Call:
     starts_BS: Tensor | None = None
     window: int | None = None
     positions_BT: Tensor | None = None
+    sequence_positions_BT: Tensor | None = None
     sink_H: Tensor | None = None
     return_lse: bool = False
 
@@ -126,15 +128,17 @@ class Call:
 
     def positions(self) -> Tensor:
         """Return the position of each query in its document, [batch or 1, queries]."""
+        if self.positions_BT is not None:
+            return self.positions_BT
         starts_BT = self.query_starts()
-        if self.positions_BT is not None or starts_BT is None:
-            return self.absolute_positions()
-        return self.absolute_positions() - starts_BT
+        return self.query_rows()[None] - (0 if starts_BT is None else starts_BT)
 
     def absolute_positions(self) -> Tensor:
         """Return the position of each query in the sequence, [batch or 1, queries]."""
-        # A caller may count positions in another way.
-        return self.query_rows()[None] if self.positions_BT is None else self.positions_BT
+        for positions_BT in (self.sequence_positions_BT, self.positions_BT):
+            if positions_BT is not None:  # a caller may count positions in another way
+                return positions_BT
+        return self.query_rows()[None]
 
     def temperature_positions(self) -> Tensor:
         """Return the positions for which the temperature is computed, [batch or 1, queries]."""
@@ -196,6 +200,7 @@ def lowered(call: Call, *, grouped: bool, tempered: bool = False) -> Call:
     if k_BKSE is not call.k_BKSE:
         call = replace(call, k_BKSE=k_BKSE, v_BKSE=v_BKSE, decay_BHS=decay_BHS)
     several = call.starts_BS is not None and call.positions_BT is None
+    several = several or call.sequence_positions_BT is not None
     if call.pos.reads_position and several and not call.pos.tempers_bias:
         tempered = False  # biases and the temperature then count from different positions
     if call.pos.has("temperature") and not tempered:

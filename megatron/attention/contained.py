@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron.attention.call import Call
+from megatron.positional.hidden_layer import is_transformed
 
 
 def has_values(x: Tensor) -> bool:
@@ -25,12 +26,6 @@ def has_values(x: Tensor) -> bool:
     They cannot be read inside `torch.compile` or torch.func, or on the device meta.
     """
     return not (torch.compiler.is_compiling() or is_transformed() or x.is_meta)
-
-
-def is_transformed() -> bool:
-    """Return whether this code runs inside a transform of torch.func, such as `grad` or `vmap`."""
-    functorch = torch._C._functorch  # pyright: ignore[reportAttributeAccessIssue]
-    return functorch.peek_interpreter_stack() is not None
 
 
 def _clean(x: Tensor, bad: Tensor, lost: Tensor) -> Tensor:
@@ -47,8 +42,9 @@ def contained(run: Callable[[Call], Any], call: Call) -> Any:
     out_BHTE = found[0] if call.return_lse else found
     wide = torch.promote_types(out_BHTE.dtype, torch.float32)
     on_cpu = out_BHTE.device.type == "cpu" and has_values(out_BHTE)
-    if not on_cpu or math.isfinite(out_BHTE.sum(dtype=wide).item()):
-        return found  # the usual case, which costs only the sum
+    read = [out_BHTE, call.k_BKSE] if out_BHTE.requires_grad else [out_BHTE]  # q's gradient reads k
+    if not on_cpu or all(math.isfinite(x.sum(dtype=wide).item()) for x in read):
+        return found  # the usual case, which costs only the sums
     # Each query that sees such a number gets the output NaN, and the gradients of its inputs
     # become NaN. All other outputs are exact.
     clean, bad_BHT = _cleaned(call)

@@ -21,9 +21,10 @@ from torch import Tensor
 from megatron.attention.backend import AttentionError, check_qkv, check_terms
 from megatron.attention.call import Call
 from megatron.attention.choice import computed, conditions, name_of_choice, named
-from megatron.attention.contained import has_values, is_transformed
+from megatron.attention.contained import has_values
 from megatron.attention.formula_check import check_embedding, check_initial_formulas
 from megatron.positional import PositionalEmbedding
+from megatron.positional.hidden_layer import is_transformed
 from megatron.suggest import did_you_mean
 
 DEBUG = "KERPLE_DEBUG"

@@ -48,7 +48,6 @@ def kerple_attention(
 
     Raises:
         ValueError: The model is not an export of this project.
-        ValueError: The positional embedding does not support several documents in a row.
     """
     if call is None:
         raise ValueError(
@@ -56,9 +55,6 @@ def kerple_attention(
         )
     offset, first_BT = key.shape[2] - query.shape[2], call.first_BT
     pos = _embedding(module)
-    both = pos.has("temperature") and not pos.tempers_bias
-    if both and pos.reads_position and not torch.equal(call.positions(), call.positions_BT):
-        raise ValueError(f"kerple cannot separate documents with {pos.name}; use sdpa")
     positions_BT = call.positions() if pos.reads_position else call.positions_BT
     attend = choose(
         "auto",
@@ -73,6 +69,7 @@ def kerple_attention(
     inputs = Call(
         query, key, value, pos, call.theta_HN, scale=scaling, query_offset=offset,
         decay_BHS=call.decay_BHS, window=call.window, positions_BT=positions_BT,
+        sequence_positions_BT=call.positions_BT,
         starts_BS=None if first_BT is None else F.pad(first_BT, (offset, 0)),
     )  # fmt: skip
     out_BHTE = attend(inputs)

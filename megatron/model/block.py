@@ -107,8 +107,10 @@ class SelfAttention(nn.Module):
         q_BHTE, k_BHTE = (self.fading or self.pos).rotate(
             q_BHTE, k_BHTE, positions_BT=positions_BT, rotary_ndims=ndims, base=base
         )
-        decay_BHS, query_offset = self._decay(x_BTD), 0
+        decay_BHS, query_offset, sequence_positions_BT = self._decay(x_BTD), 0, None
         if cache is not None:
+            sequence_positions_BT = positions_BT
+            positions_BT = cache.positions(x_BTD.shape[1], in_document=True)
             kept = cache.extend(k_BHTE, v_BHTE, decay_BHS)
             k_BHTE, v_BHTE, decay_BHS, starts_BS, query_offset = kept
         dropout_p = s.attention_dropout if self.training else 0.0
@@ -127,6 +129,7 @@ class SelfAttention(nn.Module):
                     starts_BS=starts_BS,
                     window=self.window,
                     positions_BT=positions_BT,
+                    sequence_positions_BT=sequence_positions_BT,
                 )
             )
         out_BHTE = all_to_all(out_BHTE, self.cp, split=2, join=1)

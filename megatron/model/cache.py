@@ -46,13 +46,15 @@ class LayerCache:
         """
         return self._first + self._count
 
-    def positions(self, count: int) -> Tensor:
+    def positions(self, count: int, *, in_document: bool = False) -> Tensor:
         """Return the positions of the next `count` tokens of each text, int64 [batch, count].
 
-        The positions of a text are counted from its first token. Padding gets the position 0.
+        The positions are counted from the first token of the text, or of the document that has not
+        been forgotten. Padding gets the position 0.
         """
-        column_T = torch.arange(count, device=self.padding_B.device) + self.columns
-        return (column_T - self.padding_B[:, None]).clamp(min=0)
+        first_B = self._hidden_B if in_document else self.padding_B
+        column_T = torch.arange(count, device=first_B.device) + self.columns
+        return (column_T - first_B[:, None]).clamp(min=0)
 
     def extend(
         self, k_BKTE: Tensor, v_BKTE: Tensor, decay_BHT: Tensor | None

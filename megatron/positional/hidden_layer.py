@@ -52,8 +52,16 @@ def _evaluate(u: Tensor, w_HK: Tensor, b_HK: Tensor, v_HK: Tensor) -> Tensor:
     return torch.addcmul(offset_HX, slope_HX, u_HX).view(u.shape)
 
 
+def is_transformed() -> bool:
+    """Return whether this code runs inside a transform of torch.func, such as `grad` or `vmap`."""
+    functorch = torch._C._functorch  # pyright: ignore[reportAttributeAccessIssue]
+    return functorch.peek_interpreter_stack() is not None
+
+
 def hidden_layer(u: Tensor, w_HK: Tensor, b_HK: Tensor, v_HK: Tensor) -> Tensor:
     """Return sum_k v_k relu(w_k u + b_k) for each number of `u` [heads, ...], in u's shape."""
+    if is_transformed():  # torch.func cannot transform the operation
+        return _evaluate(u, w_HK, b_HK, v_HK)
     return torch.ops.kerple.hidden_layer(u, w_HK, b_HK, v_HK)
 
 

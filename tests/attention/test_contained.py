@@ -10,6 +10,7 @@ import torch
 from megatron.attention import attend
 from megatron.attention.choice import BACKENDS
 from megatron.attention.tiled import blocked_function
+from megatron.positional import load
 from tests.helpers.terms import Case
 
 QUERIES, KEYS, BAD = 40, 44, 17
@@ -86,6 +87,26 @@ def test_gradients(which, backend, mask):
         assert got[lost].isnan().all()
         torch.testing.assert_close(got[~lost], expected[~lost], rtol=0, atol=1e-13)
     assert (~shared).any() and (~lost_heads).any()
+
+
+@pytest.mark.parametrize("value", [math.nan, -math.inf])
+@pytest.mark.parametrize("backend", ["eager", "blocked"])
+def test_gradients_of_rows_that_do_not_see_it_if_no_output_is_nan(backend, value):
+    """No row of the loss sees the key, or its score of -inf lets all outputs be finite."""
+    q, k, v = torch.rand(3, 1, 1, 6, 4, dtype=torch.float64).unbind()
+    exact, bad = q.clone().requires_grad_(), k.clone()
+    bad[0, 0, 0] = value
+    attend(exact, k, v, load("none"), backend=backend, window=1).sum().backward()
+    last = q[:, :, 3:].clone().requires_grad_()
+    options = {"backend": backend, "window": 1, "query_offset": 3}
+    attend(last, bad, v, load("none"), **options).sum().backward()
+    torch.testing.assert_close(last.grad, exact.grad[:, :, 3:], rtol=0, atol=1e-14)
+    starts = torch.tensor([[0, 0, 0, 3, 3, 3]])
+    bad = k.clone()
+    bad[0, 0, 5] = -math.inf
+    found = q.clone().requires_grad_()
+    attend(found, bad, v, load("none"), backend=backend, starts_BS=starts).sum().backward()
+    assert found.grad[0, 0, :5].isfinite().all() and found.grad[0, 0, 5].isnan().all()
 
 
 def test_a_single_row_with_a_window():

@@ -246,12 +246,14 @@ def test_one_compiled_graph_serves_all_lengths():
             torch.testing.assert_close(compiled(q, k, v), call(q, k, v))
 
 
-def test_transforms_of_torch_func():
+@pytest.mark.parametrize("name", ["kerple_log", "fire"])
+def test_transforms_of_torch_func(name):
     q, k, v = inputs()
-    theta = KERPLE.initial_theta(4).double()
+    pos = load(name)
+    theta = pos.initial_theta(4).double()
 
     def loss(theta, q=q, backend="auto"):
-        return attend(q, k, v, KERPLE, theta, backend=backend).square().sum()
+        return attend(q, k, v, pos, theta, backend=backend).square().sum()
 
     leaf = theta.clone().requires_grad_()
     loss(leaf).backward()
@@ -259,6 +261,9 @@ def test_transforms_of_torch_func():
     several = torch.stack([q, 2 * q])
     losses = torch.func.vmap(lambda q: loss(theta, q))(several)
     torch.testing.assert_close(losses, torch.stack([loss(theta, x) for x in several]))
+    thetas = torch.stack([theta, 2 * theta])
+    losses = torch.func.vmap(loss)(thetas)
+    torch.testing.assert_close(losses, torch.stack([loss(each) for each in thetas]))
     with pytest.raises(AttentionError, match="blocked does not work in torch.func; use eager"):
         torch.func.grad(lambda theta: loss(theta, backend="blocked"))(theta)
 

@@ -10,15 +10,20 @@ from tests.helpers.hub import EMBEDDINGS, close, hub_model, model_of, tokens
 
 
 def padded():
-    """Return token ids and an attention mask with 7 tokens of padding in row 1."""
-    mask = torch.ones(2, 40, dtype=torch.int64)
+    """Return ids and a mask with 7 tokens of padding in row 1. The id 3 may end documents."""
+    mask, ids = torch.ones(2, 40, dtype=torch.int64), tokens(2, 40)
     mask[1, :7] = 0
-    return tokens(2, 40), mask
+    ids[0, 11] = ids[1, 20] = 3
+    return ids, mask
 
 
-@pytest.mark.parametrize("pos_emb", EMBEDDINGS)
+# The bias counts from the document, and the temperature from the text.
+CASES = EMBEDDINGS | {"fire + log_n": {"document_end": 3}}
+
+
+@pytest.mark.parametrize("pos_emb", CASES)
 def test_an_export_computes_the_same(pos_emb):
-    model = model_of(pos_emb, **EMBEDDINGS[pos_emb])
+    model = model_of(pos_emb, **CASES[pos_emb])
     ids, mask = padded()
     found = {}
     for name in ("eager", "kerple"):

@@ -22,8 +22,8 @@ def packed():
     return tokens
 
 
-def build(name, *, restart=True, window=None, end=END, recompute=False, rows=23):
-    pos = load(name)
+def build(name, *, restart=True, window=None, end=END, recompute=False, rows=23, options=None):
+    pos = load(name, **options or {})
     attend = choose("eager", pos, device_type="cpu", dtype=torch.float64)
     block = BlockShape(hidden_size=24, num_heads=4)
     shape = GPTShape(2, VOCAB, block, rows, checkpoint_activations=recompute)
@@ -56,7 +56,16 @@ def test_a_document_has_the_logits_that_it_has_alone(case):
     assert not torch.allclose(alone(tokens)[0, 5:], logits[0, 5:], atol=1e-3)
 
 
-GOES_ON = CASES | {f"{name}, one count": {"restart": False} for name in ("learned", "sinusoidal")}
+# Biases count from the document, and temperatures from the text, unless they temper the bias.
+ONE_COUNT = ("learned", "sinusoidal", "fire", "kerple_log + log_n", "fire + log_n")
+TEMPERED = {"log_n": {"temper_bias": True}}
+GOES_ON = CASES | {f"{name}, one count": {"restart": False} for name in ONE_COUNT}
+GOES_ON |= {
+    "fire, near": {"restart": False, "options": {"length": 2}},
+    "fire, window": {"restart": False, "options": {"length": 2}, "window": 2},
+    "kerple_log + log_n, tempered": {"restart": False, "options": TEMPERED},
+    "fire + log_n, tempered": {"restart": False, "options": TEMPERED},
+}
 
 
 @pytest.mark.parametrize("case", GOES_ON)
