@@ -248,8 +248,8 @@ def refusal(request: Request) -> str | None:
         return "has no backward pass on a CPU: it serves evaluation there"
     if request.device_type != "cpu" and request.dtype == torch.float64:
         return "does not compute in fp64 on a GPU"
-    if request.pos.reads_position and formula_of(request.pos) is None:
-        return f"cannot read the formula of {request.pos.name}, which no table can hold"
+    if (kernel := request.pos.kernel_part(None)[0]).reads_position and formula_of(kernel) is None:
+        return f"cannot read the formula of {kernel.name}, which no table can hold"
     if request.dropout:
         return "has no dropout (attention_dropout must be 0)"
     return None

@@ -49,8 +49,9 @@ def _check_apart(pos: PositionalEmbedding, theta_HN: Tensor) -> None:
 def _check_bounds(pos: PositionalEmbedding, theta_HN: Tensor) -> None:
     """Check that all parameters of an embedding are within their bounds."""
     for theta_H, parameter in zip(theta_HN.unbind(1), pos.parameters, strict=True):
-        low, high = theta_H.new_tensor([parameter.low, parameter.high])
-        outside_H = ~((theta_H >= low) & (theta_H <= high))
+        near_H = theta_H.float() if theta_H.dtype == torch.float64 else theta_H  # as fp32 clamps it
+        low, high = near_H.new_tensor([parameter.low, parameter.high])
+        outside_H = ~((near_H >= low) & (near_H <= high))
         if outside_H.any():
             head = int(outside_H.nonzero()[0])
             raise AttentionError(

@@ -220,8 +220,9 @@ def refusal(request: Request) -> str | None:
         return f"computes in fp32 and does not serve {request.dtype}"
     if request.head_size is not None and request.head_size > MAX_HEAD_SIZE:
         return f"serves head sizes up to {MAX_HEAD_SIZE}, not {request.head_size}"
-    if request.pos.reads_position and functions_of(request.pos)[0].tabulated:
-        return f"cannot evaluate {request.pos.name} in registers, and no table can hold it"
+    kernel, _ = request.pos.kernel_part(None)
+    if kernel.reads_position and functions_of(kernel)[0].tabulated:
+        return f"cannot evaluate {kernel.name} in registers, and no table can hold it"
     from megatron.kernels.device import INTERPRETED
 
     if INTERPRETED:
@@ -251,7 +252,8 @@ def refusal(request: Request) -> str | None:
 def remark(request: Request) -> str:
     from megatron.kernels.device import INTERPRETED
 
-    how = [f"kernel {functions_of(request.pos)[1]}"] if request.pos.has("distance") else []
+    kernel, _ = request.pos.kernel_part(None)
+    how = [f"kernel {functions_of(kernel)[1]}"] if kernel.has("distance") else []
     return ", ".join([*how, *(["in Triton's slow interpreter"] if INTERPRETED else [])])
 
 

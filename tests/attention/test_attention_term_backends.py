@@ -21,6 +21,7 @@ CROSSES = [
     ("temperature", "sink", "decay"),
     ("tempered bias", "documents"),
     ("tempered bias", "documents", "sink"),
+    ("tempered bias", "weight"),  # a factor alone, so there is no bias
     ("tempered bias", "bias", "bam", "documents"),
     ("tempered bias", "bias", "weight", "sink", "decay", "window"),
     TERMS,

@@ -69,6 +69,7 @@ CASES = {
     "temperature by document": ("log_n", {"positions_BT": torch.arange(T) - STARTS}),
     "tempered bias": ("log_n + kerple_log + bam + kerple_power_mul", {"window": 5}),
     "tempered bias in documents": ("log_n + bam", {"starts_BS": STARTS}),
+    "tempered bias of a factor alone": ("log_n + kerple_power_mul", {}),
     "tempered bias without a bias": ("log_n", {"starts_BS": STARTS}),
     "tempered bias without a bias, with a sink": ("log_n + sink", {"starts_BS": STARTS}),
     "sink": ("sink", {}),

@@ -10,7 +10,13 @@ import torch
 
 from megatron.attention import AttentionError, attend
 from megatron.attention.formulas import trace
-from megatron.positional import PositionalEmbedding, PositionalError, ThetaParameter, load
+from megatron.positional import (
+    PositionalEmbedding,
+    PositionalError,
+    ThetaParameter,
+    load,
+    within_bounds,
+)
 
 KERPLE = load("kerple_log")
 
@@ -97,6 +103,15 @@ def test_a_formula_treats_each_distance_by_itself(pos):
     q, k, v = inputs()
     with pytest.raises(AttentionError, match="values for the same distances in another order"):
         attend(q, k, v, pos, torch.ones(4, 1))
+
+
+def test_fp32_bounds_are_bounds_in_fp64_too():
+    """The bound 0.01 is a little larger in fp64 than the nearest fp32 number."""
+    pos = load("kerple_log")
+    theta = within_bounds(torch.tensor([[1.0, 0.0]] * 4), pos.parameters)
+    assert theta[0, 1].item() < 0.01
+    for each in (theta.double(), theta.double().clamp(min=0.01)):
+        assert attend(*inputs(), pos.scaled(0.125), each).isfinite().all()
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron.attention import AttentionError, choose
+from megatron.attention import AttentionError, attend, choose
 from megatron.attention.fused import functions_of
 from megatron.kernels import launch
 from megatron.positional import load
@@ -92,4 +92,18 @@ def test_a_bias_that_no_table_can_hold_is_refused_by_name():
     request = {"device_type": "cpu", "dtype": torch.float32}
     with pytest.raises(AttentionError, match=r"cannot evaluate fire \+ rpe in registers"):
         choose("fused", load("fire + rpe"), **request)
+    with pytest.raises(AttentionError, match=r"cannot evaluate fire \+ rpe in registers"):
+        choose("fused", load("fire + rpe + sink"), **request)
     assert choose("auto", load("fire + rpe"), **request).name == "blocked"
+
+
+@pytest.mark.parametrize("name", ["fire + sink", "fire + log_n", "fire + gaussian_mul + sink"])
+def test_a_start_asks_for_the_kernel_that_runs(name):
+    """Without the sink and the temperature, which are computed beside the kernel."""
+    choice = choose("fused", load(name), device_type="cpu", dtype=torch.float32)
+    assert "evaluated in registers" in choice.reason
+    pos = load(name)
+    q, k, v = torch.randn(3, 1, 2, 5, 8).unbind()
+    theta = pos.initial_theta(2, torch.Generator().manual_seed(1))
+    found = attend(q, k, v, pos, theta, backend="fused")
+    torch.testing.assert_close(found, attend(q, k, v, pos, theta, backend="eager"))

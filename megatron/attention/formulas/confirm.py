@@ -49,7 +49,7 @@ class Confirmation:
         inside = (draw(4, len(bounds)) + 0.2).clamp(low, high)
         theta = torch.cat((inside, mixed, low[None], high[None])).float().double()
         d = torch.tensor(DISTANCES, dtype=torch.float64)
-        i = (d + 3 * d.flip(0)).repeat(len(theta))
+        i = (d + 3 * d.flip(0) + 1000).repeat(len(theta))  # i = d may be a kink
         theta, d = theta.repeat_interleave(len(d), dim=0), d.repeat(len(theta))
         s = 4 + 4 * draw(len(d))
         # Theta [R, N], query-key products [R], distances [R] and positions [R], in float64.

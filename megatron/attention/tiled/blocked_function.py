@@ -31,7 +31,8 @@ def arguments_of(call: Call) -> tuple[tuple[Tensor | None, ...], tuple]:
         theta_HN = call.theta.to(torch.promote_types(call.theta.dtype, dtype))
         distance_S = torch.arange(keys, device=device)
         weight_HS = call.pos.weight(theta_HN, distance_S)
-        if call.pos.reads_position:
+        some = distance_S[:1]
+        if call.pos.reads_position and call.pos.bias_at(theta_HN, some, some) is not None:
             positions_BT = call.positions().flip(1)
         else:
             bias_HS, theta_HN = call.pos.bias(theta_HN, distance_S), None
