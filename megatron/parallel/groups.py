@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
+from datetime import timedelta
 from typing import Any, cast
 
 import numpy as np
@@ -75,6 +76,7 @@ class Groups:
         pipe: The process group of this rank's pipeline, or None if there is only one stage.
         pipe_rank, pipe_size: This rank's stage, and the number of stages.
         job: The process group of all ranks of the job. None stands for torch's default group.
+        wait: How long a collective of a new group waits. None stands for torch's default.
     """
 
     rank: int
@@ -91,6 +93,7 @@ class Groups:
     job: dist.ProcessGroup | None = None
     pipe_rank: int = 0
     pipe_size: int = 1
+    wait: timedelta | None = None
 
     @property
     def is_main(self) -> bool:
@@ -147,7 +150,7 @@ class Groups:
         last = range(ranks.ndim - len(axes), ranks.ndim)
         size = math.prod(ranks.shape[axis] for axis in axes)
         members = np.moveaxis(ranks, axes, last).reshape(-1, size).tolist()
-        created = [(each, dist.new_group(each)) for each in members]
+        created = [(each, dist.new_group(each, timeout=self.wait)) for each in members]
         return next(cast(dist.ProcessGroup, group) for each, group in created if self.rank in each)
 
     @property
@@ -199,7 +202,7 @@ def _gather_objects(value: Any, size: int, group: dist.ProcessGroup | None) -> l
     return found
 
 
-def build_groups(device: torch.device) -> Groups:
+def build_groups(device: torch.device, wait: timedelta | None = None) -> Groups:
     """Return the process groups of the running job, with all ranks in one data-parallel group.
 
     Without torch.distributed, the process is a job of one rank.
@@ -207,4 +210,4 @@ def build_groups(device: torch.device) -> Groups:
     rank, size = 0, 1
     if dist.is_initialized():
         rank, size = dist.get_rank(), dist.get_world_size()
-    return Groups(rank, size, None, rank, size, device)
+    return Groups(rank, size, None, rank, size, device, wait=wait)

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from megatron.config import Config
+from megatron.config.builtin import PREFIX, task_name
 from megatron.config.sections.data import DataConfig
 from megatron.data.corpora.catalogue import CORPORA, GPT2_FILES
 from megatron.data.errors import DataError
@@ -29,7 +30,7 @@ Finding = tuple[bool, str]
 
 def readiness(config: Config) -> Iterator[Finding]:
     """Yield (whether it is a problem, text) for each fact about text, checkpoints and folders."""
-    if not str(config.data.data_path).startswith("builtin:"):
+    if task_name(config.data.data_path) is None:
         yield from _text(config)
     if config.checkpoint.save and config.training.train_iters:
         yield _disk(config, Path(config.checkpoint.save))
@@ -58,16 +59,19 @@ def _text(config: Config) -> Iterator[Finding]:
     """Yield (whether it is a problem, text) for each fact about the text and its tokenizer."""
     # These are missing files, and how often the text is read.
     data, tokenizer = config.data, None
+    builtin = str(data.data_path).startswith(PREFIX)
     missing = list(_missing_files(data))
     yield from ((True, line) for line in missing)
     try:
         if not missing:
             tokenizer = build_tokenizer(data.tokenizer_type, data.vocab_file, data.merge_file)
+        if builtin:
+            return
         for paths in (data.valid_data_paths, data.test_data_paths):
             open_each(paths, tokenizer) if paths else None
         sizes = join(open_each(data.train_data_paths or data.data_path or (), tokenizer)).sizes
     except DataError as error:
-        yield True, f"{error}\n    {_command(data)}"
+        yield True, str(error) if builtin else f"{error}\n    {_command(data)}"
         return
     splits = split_documents("1" if data.train_data_paths else data.split, len(sizes))
     first, last = splits[0]

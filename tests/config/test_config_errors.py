@@ -82,6 +82,7 @@ def test_unknown_keys(problems: Problems, text: str, key: str, hint: str) -> Non
         ("zero_optimization: {stage: 4}", "from 0 to 3, got 4"),
         ("zero_optimization: {overlap_comm: 1}", "expected true or false"),
         ("zero_optimization: {reduce_bucket_size: big}", "whole number"),
+        ("zero_optimization: {reduce_bucket_size: 0}", "whole number"),  # DeepSpeed refuses 0
         ("fp16: {enabled: true, min_loss_scale: 0}", "whole number of at least 1, got 0"),
         ("zero_optimization: {cpu_offload: true}", "offloading to the CPU is not built"),
         ("zero_optimization: {offload_optimizer: {device: cpu}}", "offloading to the CPU"),

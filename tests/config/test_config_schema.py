@@ -234,7 +234,7 @@ changes = st.fixed_dictionaries(
             optional={
                 "stage": st.integers(0, 3),
                 "overlap_comm": st.booleans(),
-                "reduce_bucket_size": st.integers(0, 10**9),
+                "reduce_bucket_size": st.integers(1, 10**9),
             },
         ),
         "fp16": st.fixed_dictionaries({"hysteresis": st.integers(1, 9)}),

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 
+import deepspeed
 import pytest
 import torch
 import torch.distributed as dist
@@ -140,16 +141,17 @@ def test_on_each_machine_one_process_says_what_happened_elsewhere(monkeypatch, c
 def joins(rank, minutes):
     if minutes:
         os.environ["DEEPSPEED_TIMEOUT"] = minutes
-    join.join_job()
-    backend = dist.distributed_c10d._get_default_group()._get_backend(torch.device("cpu"))
-    print(backend.options._timeout.total_seconds())
+    ours = join.join_job().divided(model_size=2)
+    groups = [dist.group.WORLD, ours.model.group, ours.data, deepspeed.comm.new_group([0, 1])]
+    backends = [group._get_backend(torch.device("cpu")) for group in groups]
+    print({backend.options._timeout.total_seconds() for backend in backends})
     join.leave_job()
 
 
 @pytest.mark.parametrize(("said", "minutes"), [(None, join.LONGEST_WAIT), ("90", 90)])
 def test_ranks_wait_long_for_what_one_does_alone(said, minutes):
     codes, texts, _ = run(joins, said)
-    assert codes == [0, 0] and [float(text) for text in texts] == [60 * minutes] * 2
+    assert codes == [0, 0] and texts == [f"{{{60.0 * minutes}}}\n"] * 2
 
 
 def stops(rank, where, silence, seconds=None, port=None):

@@ -166,6 +166,16 @@ def test_check_prints_both_and_its_code_says_whether_something_is_missing():
     assert "not ready" not in said
 
 
+@pytest.mark.parametrize(("override", "code", "why"), [
+    ("theta_frozen=[foo]", 2, "pos_emb kerple_log has no parameter 'foo'"),
+    ("theta_init={bias_p: -1}", 2, "-1.0 is outside of its bounds"),
+    ("pos_emb_options={logs: 2}", 1, "kerple_log has no option logs"),
+    ("vocab_file=null", 1, "vocab_file"),
+])  # fmt: skip
+def test_check_finds_what_stops_the_start(override, code, why):
+    assert why in call("train.py", CONFIGS / "quickstart.yml", "--check", "-o", override, code=code)
+
+
 def test_check_does_not_import_torch():
     code = "import megatron.pretraining.readiness, sys; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False, cwd=ROOT).returncode == 0

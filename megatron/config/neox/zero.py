@@ -18,6 +18,7 @@ _SIZES = """
 _OPTIONS: dict[str, Check] = {
     **dict.fromkeys(_FLAGS.split(), flag),
     **dict.fromkeys(_SIZES.split(), whole_number(0, write="e.g. 500000000")),
+    "reduce_bucket_size": whole_number(1, write="e.g. 500000000"),
 }
 _OFFLOAD = ("cpu_offload", "cpu_offload_params", "offload_optimizer", "offload_param")
 _NO_EFFECT = {

@@ -16,6 +16,7 @@ belongs to a run that began from the same `load`. With `finetune: true`, it also
 is missing or names the folder `save`.
 """
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 
@@ -29,6 +30,12 @@ from megatron.engine.job.agreement import seen_by_all
 from megatron.engine.job.lease import leases
 from megatron.parallel.groups import Groups
 from megatron.run_folder import RunFolder, is_checkpoint
+
+_NOTED = {
+    "train_batch_size": "samples go on in the same order",
+    "sliding_window_width": "each layer sees other tokens",
+    "reset_attention_mask": "tokens see other documents",
+}
 
 
 def choose_start(
@@ -165,21 +172,22 @@ def _decide(
         text = f"starting at step 0 from the weights of {loaded.path} (finetune)"
         return Start(fresh, text, loaded)
     if trains and loaded.kind == "ours":
-        text = f"resuming from {loaded.path}{_other_batch(config, loaded)}"
+        text = f"resuming from {loaded.path}{_other_values(config, loaded)}"
         return Start(fresh, text, loaded, resumes=True)
     return _from_weights(config, loaded, train_samples)
 
 
-def _other_batch(config: Config, saved: Saved) -> str:
-    """Return a warning if `train_batch_size` differs from the checkpoint's value, otherwise ""."""
-    here = config.batch.train_batch_size
-    there = saved.record.config.get("train_batch_size", here)
-    if there == here:
-        return ""
-    return (
-        f"\ntrain_batch_size is {here}, and was {there} until now: samples go on in the same "
-        f"order, but losses will not be those of one run; write train_batch_size: {there} for them"
-    )
+def _other_values(config: Config, saved: Saved) -> str:
+    """Return warnings about keys that differ from the checkpoint's values, otherwise ""."""
+    lines, both = "", (config.to_flat_dict(), saved.record.config)  # without keys that are None
+    for key, effect in _NOTED.items():
+        here, there = (json.dumps(values.get(key) or None) for values in both)
+        if here != there:
+            lines += (
+                f"\n{key} is {here}, and was {there} until now: {effect}, "
+                f"but losses will not be those of one run; write {key}: {there} for them"
+            )
+    return lines
 
 
 def _from_weights(config: Config, saved: Saved, train_samples: int) -> Start:

@@ -15,6 +15,7 @@ from torch import nn
 
 from megatron import nvidia_apex
 from megatron.config.sections.training import OptimizerConfig
+from megatron.engine.errors import StartError
 from megatron.engine.training.muon import MuonWithAdamW
 from megatron.engine.training.schedule import AnnealingLR
 from megatron.engine.training.without_compiler import without_compiler
@@ -51,6 +52,9 @@ def parameter_groups(model: nn.Module, section: OptimizerConfig) -> list[dict[st
         The groups, each {"params", "weight_decay", "name"}. A group with its own learning rate also
         has the entry "lr_multiplier". If the config selects Muon, each group has the entry "muon",
         which says whether Muon trains the group.
+
+    Raises:
+        StartError: A group is empty, which can happen in a pipeline stage of one block.
     """
     # The first group has weight decay, and the second has none. If theta (the positional
     # embedding's learned parameters) has its own learning rate, a third group holds theta. For
@@ -77,14 +81,20 @@ def parameter_groups(model: nn.Module, section: OptimizerConfig) -> list[dict[st
     if theta_lr_multiplier != 1.0:
         own = {"lr_multiplier": theta_lr_multiplier, "weight_decay": weight_decay * decay_theta}
         if not theta:  # pipeline stages have equally many groups, and ZeRO accepts no empty one
-            theta, own = [exempt.pop()], {"lr_multiplier": 1.0, "weight_decay": 0.0}
+            spare, decay = (exempt, 0.0) if len(exempt) > 1 else (decayed, weight_decay)
+            theta, own = [spare.pop()], {"lr_multiplier": 1.0, "weight_decay": decay}
         groups.append({"params": theta, "name": "theta", **own})
     if muon:
-        if not decayed:  # a pipeline stage with blocks only: ZeRO accepts no empty group
+        if not decayed and len(exempt) > 1:  # a pipeline stage with blocks only
             groups[0] |= {"params": [exempt.pop()], "weight_decay": 0.0}
         groups.append({"params": hidden, "weight_decay": weight_decay, "name": "hidden matrices"})
         for group in groups:
             group["muon"] = group["params"] is hidden
+    if not all(group["params"] for group in groups):
+        raise StartError(
+            "pipe_parallel_size: a stage has too few norms and biases for the optimizer's groups; "
+            "write fewer stages, use_bias_in_mlp: true or optimizer.type: adam"
+        )
     return groups
 
 

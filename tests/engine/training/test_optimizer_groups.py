@@ -8,6 +8,7 @@ import torch
 from megatron.attention import choose
 from megatron.config import load_config
 from megatron.config.sections.training import OptimizerConfig
+from megatron.engine.errors import StartError
 from megatron.engine.training.deepspeed_engine import engine_config
 from megatron.engine.training.optimizer import (
     all_finite,
@@ -116,11 +117,26 @@ def test_theta_with_a_rate_of_its_own_is_the_third_group(kind, decays, weight_de
 
 
 def test_a_stage_without_theta_has_another_parameter_in_its_group():
-    stage = torch.nn.Linear(3, 2)
-    decayed, exempt, theta = parameter_groups(stage, adam(0.3, theta_lr_multiplier=5.0))
-    assert names(stage, decayed) == {"weight"} and exempt["params"] == []
-    assert names(stage, theta) == {"bias"}
+    stage = torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.LayerNorm(2, bias=False))
+    section = adam(0.3, theta_lr_multiplier=5.0)
+    decayed, exempt, theta = parameter_groups(stage, section)
+    assert names(stage, decayed) == {"0.weight"} and names(stage, exempt) == {"0.bias"}
+    assert names(stage, theta) == {"1.weight"}
     assert (theta["lr_multiplier"], theta["weight_decay"]) == (1.0, 0.0)
+    # With one exempt parameter, it is a decayed one: an empty group would let other stages wait.
+    stage = torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.Linear(2, 2, bias=False))
+    decayed, exempt, theta = parameter_groups(stage, section)
+    assert names(stage, decayed) == {"0.weight"} and names(stage, exempt) == {"0.bias"}
+    assert names(stage, theta) == {"1.weight"}
+    assert (theta["lr_multiplier"], theta["weight_decay"]) == (1.0, 0.3)
+
+
+def test_a_stage_with_too_few_parameters_is_refused():
+    """Of a block without biases, Muon trains all but the norm."""
+    stage = torch.nn.Module()
+    stage.layers = torch.nn.ModuleList([torch.nn.Linear(2, 2, bias=False), torch.nn.RMSNorm(2)])
+    with pytest.raises(StartError, match="pipe_parallel_size: a stage has too few norms and bias"):
+        parameter_groups(stage, adam(0.3, type="muon"))
 
 
 class Two(TensorGroup):
