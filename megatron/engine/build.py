@@ -136,16 +136,10 @@ def attention_of(
     # kernel launches on or off for the whole process.
     m = config.model
     chosen = choose(
-        m.attention_backend,
-        pos,
-        device_type=device_type,
-        dtype=DTYPES[config.training.precision],
-        training=training,
-        dropout=training and m.attention_dropout > 0.0,
-        head_size=m.head_dim,
-        masked=masked,
-        decays=pos.has("gate"),
-    )
+        m.attention_backend, pos, device_type=device_type, dtype=DTYPES[config.training.precision],
+        training=training, dropout=training and m.attention_dropout > 0.0, head_size=m.head_dim,
+        masked=masked, decays=pos.has("gate"),
+    )  # fmt: skip
     if chosen.name == "fused":
         cache_launches(config.training.cached_launches)
     return chosen

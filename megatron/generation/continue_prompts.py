@@ -121,16 +121,11 @@ def _continue(
     for begin in range(0, len(rows), options.batch_size):
         batch = range(begin, min(begin + options.batch_size, len(rows)))
         continue_texts(
-            model,
-            [prompts[n] for n in batch],
-            [rows[n] for n in batch],
-            [named_generator(options.seed, streams_of[n]) for n in batch],
-            how=options.sampling,
+            model, [prompts[n] for n in batch], [rows[n] for n in batch],
+            [named_generator(options.seed, streams_of[n]) for n in batch], how=options.sampling,
             max_new_tokens=options.max_new_tokens,
-            banned=_banned(model, tokenizer, options.endless),
-            tp=tp,
-            speed=speed,
-        )
+            banned=_banned(model, tokenizer, options.endless), tp=tp, speed=speed,
+        )  # fmt: skip
         for n in batch:
             write("\n" if streams else _line(texts[n], rows[n], options.as_json))
     say(_report(speed, rows))

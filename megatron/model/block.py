@@ -115,23 +115,13 @@ class SelfAttention(nn.Module):
             k_BHTE, v_BHTE, decay_BHS, starts_BS, query_offset = kept
         dropout_p = s.attention_dropout if self.training else 0.0
         with rank_dropout(self.tp, x_BTD.device) if dropout_p else nullcontext():
-            out_BHTE = self.attend(
-                Call(
-                    q_BHTE,
-                    k_BHTE,
-                    v_BHTE,
-                    self.pos,
-                    theta_HN,
-                    scale=1.0 / math.sqrt(s.head_size),
-                    dropout_p=dropout_p,
-                    query_offset=query_offset,
-                    decay_BHS=decay_BHS,
-                    starts_BS=starts_BS,
-                    window=self.window,
-                    positions_BT=positions_BT,
-                    sequence_positions_BT=sequence_positions_BT,
-                )
-            )
+            call = Call(
+                q_BHTE, k_BHTE, v_BHTE, self.pos, theta_HN, scale=1.0 / math.sqrt(s.head_size),
+                dropout_p=dropout_p, query_offset=query_offset, decay_BHS=decay_BHS,
+                starts_BS=starts_BS, window=self.window, positions_BT=positions_BT,
+                sequence_positions_BT=sequence_positions_BT,
+            )  # fmt: skip
+            out_BHTE = self.attend(call)
         out_BHTE = all_to_all(out_BHTE, self.cp, split=2, join=1)
         out_BTD = out_BHTE.transpose(1, 2).flatten(2)
         if self.output_gate is not None:

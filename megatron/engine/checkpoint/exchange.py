@@ -227,17 +227,11 @@ def _shape_of(config: Config, block: BlockShape, pos: PositionalEmbedding) -> Sh
     if head and (why := _not_in_newer_neox(config, block, pos)):
         raise CheckpointError(f"gpt-neox {why}, so this checkpoint cannot be exported to it")
     return Shape(
-        num_layers=m.num_layers,
-        tied=not m.no_weight_tying,
-        theta=layout.theta_names(pos),
-        geglu=m.activation in GATED,
-        head=head,
-        group=block.group,
-        head_size=block.head_size,
-        parts=config.parallel.model_parallel_size,
-        summed_biases=m.gpt_j_residual,
+        num_layers=m.num_layers, tied=not m.no_weight_tying, theta=layout.theta_names(pos),
+        geglu=m.activation in GATED, head=head, group=block.group, head_size=block.head_size,
+        parts=config.parallel.model_parallel_size, summed_biases=m.gpt_j_residual,
         row_output=m.output_layer_parallelism == "row",
-    )
+    )  # fmt: skip
 
 
 def _args_of(config: Config, weights: dict[str, Tensor]) -> dict[str, Any]:

@@ -162,18 +162,12 @@ class TrainingLoop:
         at_interval = bool(checkpoint.save_interval) and number % checkpoint.save_interval == 0
         asked = at_interval or number in checkpoint.extra_save_iters
         return Step(
-            number=number,
-            lr=lr,
-            loss=loss,
-            norm=norm,
-            consumed_samples=batches.consumed_samples,
-            batch_size=c.batch.train_batch_size,
-            last=last,
-            leaves=leaves,
+            number=number, lr=lr, loss=loss, norm=norm, consumed_samples=batches.consumed_samples,
+            batch_size=c.batch.train_batch_size, last=last, leaves=leaves,
             logs=last or number % training.log_interval == 0,
             validates=number % training.eval_interval == 0,
             saves=last or leaves or asked or self._exits_after(number),
-        )
+        )  # fmt: skip
 
     def _exits_after(self, number: int) -> bool:
         interval = self.config.training.exit_interval
