@@ -180,13 +180,16 @@ KEYS = READ.keys() | _PRECISION
 
 
 def add_notes(out: Translation) -> None:
-    """Add a note to `out` if the run saves no checkpoint, and a note if it uses `kerple`.
+    """Add notes to `out` about unsaved runs, weights without effect and the name `kerple`.
 
     `kerple` is the name of `kerple_log` in the code of the paper DAPE. There, each layer has its
     own parameters. In this project, all layers share them by default.
     """
     if "save_interval" in out.given and "save" not in out.given:
         out.notes.append("save_interval: nothing is saved, because `save` names no folder")
+    by_size = out.given.get("weight_by_num_documents")
+    if by_size and by_size.value is True and "train_data_weights" in out.given:
+        out.notes.append("train_data_weights: no effect beside weight_by_num_documents: true")
     # `kerple` is DAPE's name of `kerple_log`. Here, all layers share the parameters by default.
     given = out.given.get("pos_emb")
     if given and "kerple" in re.split(r"\W+", str(given.value).lower()):
