@@ -80,7 +80,8 @@ def test_a_repeated_key_and_keys_of_forks_are_noted(load: Callable) -> None:
     assert [note.split(":")[0] for note in rest] == ["mlp_width", "capev2_kernel"]
     (note,) = load("attention_type: groupedquery").notes
     assert "num_kv_heads sets the number" in note
-    corpora = "train_data_paths: [a, b]\ntrain_data_weights: [1, 2]\nweight_by_num_documents: "
+    corpora = "train_data_paths: [a, b]\nvalid_data_paths: [a]\ntest_data_paths: [a]\n"
+    corpora += "train_data_weights: [1, 2]\nweight_by_num_documents: "
     assert "train_data_weights: no effect" in load(f"{corpora}true").notes[0]
     assert load(f"{corpora}false").notes == ()
 
