@@ -203,7 +203,8 @@ def test_files_of_an_earlier_report_are_not_taken_for_those_of_the_new_one(tmp_p
     ("scale", "stretched"), [(1.0, ""), (0.5, " at distances x 0.5"), (2.0, " at distances x 2")]
 )
 def test_the_title_and_the_facts(tmp_path, monkeypatch, capsys, scale, stretched):
-    write_documents(tmp_path / "t", [np.append(np.arange(40) % 250, 256)] * 5)
+    texts = np.arange(200).reshape(5, 40)
+    write_documents(tmp_path / "t", [np.append(text, 256) for text in texts])
     keys = {"eval_lengths": [32, 16], "train_batch_size": 8, "eval_distance_scale": scale}
     keys |= {"split": "2,3,0"}
     config = load_config([write_config(tmp_path / "c.yml", str(tmp_path / "t"), **keys)])
