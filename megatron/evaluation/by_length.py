@@ -203,7 +203,8 @@ def evaluate_lengths(
         what = scaled("Perplexity by length", config)
         title = length_report.picture_title(what, pos.name, config, model.step)
         shown = results, run_dir, train_length, baselines, title
-        say(length_report.write_extrapolation(*shown, measured_with(config, model.step)))
+        about = measured_with(config, model.step, "eval_tokens", "eval_sequences")
+        say(length_report.write_extrapolation(*shown, about))
         if pos.has("distance"):
             draw_kernels(pos, model.theta_HN, config, run_dir, model.step)
         say(f"written to {run_dir}: {RunFolder(run_dir).extrapolation.name} and pictures")
@@ -238,15 +239,9 @@ def measurement_of(
         targets = min(span, text_of * (chosen.eval_sequences or span))
         return eval_sequences(text.shards, documents, length, targets)
 
-    measurement = Measurement(
-        loss_fn,
-        read,
-        tokenizer.token_bytes,
-        chosen.eval_batch_tokens,
-        groups,
-        tokenizer.eod if config.training.eod_mask_loss else None,
-    )
-    return measurement, span
+    uncounted = tokenizer.eod if config.training.eod_mask_loss else None
+    size = chosen.eval_batch_tokens
+    return Measurement(loss_fn, read, tokenizer.token_bytes, size, groups, uncounted), span
 
 
 def draw_kernels(

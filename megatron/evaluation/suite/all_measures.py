@@ -78,7 +78,7 @@ def run_suite(
             "sequences": f"{len(sample.documents)} of {sample.longest:,} tokens, out of "
             f"{len(np.unique(sample.documents))} documents that are long enough",
         }
-        about = measured_with(config, run.saved.step)
+        about = measured_with(config, run.saved.step, "eval_suite_tokens")
         report = Report(title, about, facts | about, verdict(measures), measures)
         folder = out or RunFolder(load).suite
         if groups.is_main:

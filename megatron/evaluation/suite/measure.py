@@ -183,15 +183,15 @@ def copies_as_one(sample: Sample) -> Sample:
     # Otherwise intervals would take copies for independent, and far-swap would swap a text with a
     # copy of itself.
     numbers = distinct_documents(sample.sequences_nT, sample.documents)
-    _, first, inverse = np.unique(numbers, return_index=True, return_inverse=True)
+    first = np.unique(numbers, return_index=True)[1]
     if len(first) < 2:
-        raise DataError(
-            f"all documents with {sample.longest + 1} tokens repeat each other, and --suite needs "
-            "2 different ones; give the split more of `split`, or name other text"
+        text = (
+            f"all documents with {sample.longest + 1} tokens repeat each other, and --suite needs"
         )
-    documents = sample.documents[first[inverse]]
-    order = np.argsort(documents, kind="stable")
-    return replace(sample, sequences_nT=sample.sequences_nT[order], documents=documents[order])
+        raise DataError(f"{text} 2 different ones; give the split more of `split`")
+    order = np.argsort(numbers, kind="stable")
+    documents = sample.documents[first[numbers[order]]]
+    return replace(sample, sequences_nT=sample.sequences_nT[order], documents=documents)
 
 
 def distinct_documents(sequences_nT: np.ndarray, documents: np.ndarray) -> np.ndarray:

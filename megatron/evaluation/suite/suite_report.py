@@ -75,9 +75,7 @@ def write_report(report: Report, folder: Path, train_length: int) -> None:
             "unit": measure.unit,
             "says": measure.says,
             "answer": measure.answer,
-            "rows": [
-                {key: _json(value) for key, value in row.flat().items()} for row in measure.rows
-            ],
+            "rows": [{key: _json(x) for key, x in row.flat().items()} for row in measure.rows],
         }
         for measure in report.measures
     }
