@@ -11,6 +11,7 @@ from datetime import datetime
 from pathlib import Path
 
 from megatron import entry, launcher
+from megatron.config.choices import terms_of
 from megatron.config.command_line import (
     config_parser,
     load_for_use_or_exit,
@@ -107,8 +108,15 @@ def asked(args):
 
 
 def suite_lengths(config):
-    """Return config overrides with the suite's lengths, 1 to 16 times the training length."""
-    lengths = [config.model.seq_length * 2**power for power in range(5)]
+    """Return config overrides with the suite's lengths, 1 to 16 times the training length.
+
+    Lengths beyond the last learned position are left out.
+    """
+    model = config.model
+    lengths = [model.seq_length * 2**power for power in range(5)]
+    if "learned" in terms_of(model.pos_emb):
+        last = model.max_position_embeddings - model.opt_pos_emb_offset
+        lengths = [length for length in lengths if length <= last]
     print(f"no lengths are given: measuring {', '.join(map(str, lengths))}", flush=True)
     return f"eval_lengths={lengths}", f"eval_tokens={max(config.evaluation.eval_tokens, *lengths)}"
 

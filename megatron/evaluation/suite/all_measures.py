@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
-from megatron.config import Config, ConfigError
+from megatron.config import Config
 from megatron.data.errors import DataError
 from megatron.data.samples.split import SPLITS
 from megatron.data.tasks.base import Task
@@ -19,6 +19,7 @@ from megatron.engine.errors import CheckpointError
 from megatron.engine.job.job_or_alone import job_or_alone
 from megatron.engine.open_run import OpenRun, open_run
 from megatron.engine.open_text import open_text
+from megatron.errors import UserError
 from megatron.evaluation.perplexity_statistics import measured_with, scaled
 from megatron.evaluation.suite import context, key_tokens, perplexity, recall
 from megatron.evaluation.suite.heads import heads
@@ -68,7 +69,7 @@ def run_suite(
             eod=tokenizer.eod,
         )
         subject = _subject(run, groups)
-        judged = _open_judge(judge, tokenizer, groups) if judge else None
+        judged = _open_judge(judge, tokenizer, groups, sample.longest) if judge else None
         measures = measure_with_progress(subject, sample, tokenizer, judged)
         title = f"{run.model.pos.name}, trained at {config.model.seq_length:,} tokens"
         title = scaled(title, config)
@@ -145,10 +146,11 @@ def _subject(run: OpenRun, groups: Groups) -> Subject:
     return Subject(run.model, groups, run.config.evaluation.eval_batch_tokens)
 
 
-def _open_judge(load: Path, tokenizer: Tokenizer, groups: Groups) -> Subject:
+def _open_judge(load: Path, tokenizer: Tokenizer, groups: Groups, longest: int) -> Subject:
     try:
         run = open_run(load, None, groups)
-    except (CheckpointError, ConfigError) as error:
+        run.model.embedding.require_positions(longest)
+    except UserError as error:
         raise CheckpointError(f"--judge {load}: {error}") from error
     if run.tokenizer.fingerprint() != tokenizer.fingerprint():
         raise CheckpointError(
