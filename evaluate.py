@@ -6,7 +6,9 @@ whether the model uses its long context.
 """
 
 import json
+import os
 import re
+from contextlib import contextmanager, suppress
 from datetime import datetime
 from pathlib import Path
 
@@ -121,6 +123,28 @@ def suite_lengths(config):
     return f"eval_lengths={lengths}", f"eval_tokens={max(config.evaluation.eval_tokens, *lengths)}"
 
 
+@contextmanager
+def new_file(path):
+    """Create an empty file `path`, or NAME-2, NAME-3, ... if it exists, and yield the file's path.
+
+    Only rank 0 creates a file. If it is still empty after the `with` block, it is removed.
+    """
+    # Two evaluations may begin in the same second, and must not write the same file.
+    task = launcher.task()
+    if task.rank if task else int(os.environ.get("RANK") or 0):
+        yield path
+        return
+    for made in (path, *(path.with_stem(f"{path.stem}-{number}") for number in range(2, 1000))):
+        with suppress(FileExistsError):
+            made.open("x").close()
+            break
+    try:
+        yield made
+    finally:
+        if made.exists() and not made.stat().st_size:
+            made.unlink()
+
+
 def score_tasks(args, load, out, overrides):
     """Score the config's tasks, and write the results to a JSON file.
 
@@ -133,12 +157,12 @@ def score_tasks(args, load, out, overrides):
     path.parent.mkdir(parents=True, exist_ok=True)  # now, because tasks may take hours
     from megatron.harness.installed_lm_eval import harness_packages
 
-    with harness_packages():
+    with harness_packages(), new_file(path) as made:
         from megatron.harness.score_tasks import score
 
         score(
             config, load, config.evaluation.eval_tasks,
-            include_path=args.include_path, write=path, log_samples=False,
+            include_path=args.include_path, write=made, log_samples=False,
         )  # fmt: skip
 
 
