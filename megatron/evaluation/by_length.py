@@ -35,7 +35,7 @@ from megatron.engine.open_run import open_run
 from megatron.engine.open_text import Text, open_text
 from megatron.evaluation import length_report
 from megatron.evaluation.accuracy import Accuracy, evaluate_task
-from megatron.evaluation.losses import LossFn, MeasuredModel, losses_of_sequences
+from megatron.evaluation.losses import NOT_FINITE, LossFn, MeasuredModel, losses_of_sequences
 from megatron.evaluation.perplexity_statistics import (
     LengthResult,
     TokenBytes,
@@ -80,12 +80,9 @@ class Measurement:
         """
         sequences = self.read(length, text_of or length)
         losses = losses_of_sequences(
-            self.loss_fn,
-            sequences,
-            self.groups,
-            batch_tokens=self.batch_tokens,
-            uncounted_after=self.uncounted_after,
-        )
+            self.loss_fn, sequences, self.groups,
+            batch_tokens=self.batch_tokens, uncounted_after=self.uncounted_after,
+        )  # fmt: skip
         counted = sequences[:, :-1] != self.uncounted_after
         return summarise(length, losses, self.token_bytes(sequences)[:, 1:][counted])
 
@@ -185,6 +182,8 @@ def evaluate_lengths(
         config, groups, model.loss_fn, model.tokenizer, text, chosen.eval_tokens
     )
     results = measurement.at_lengths(lengths, say)
+    if not all(math.isfinite(result.loss) for result in results):
+        say(NOT_FINITE)
     baselines: dict[str, LengthResult] = {}
     if context := chosen.eval_context_baseline:
         with limited_window(model.module, context):

@@ -61,13 +61,10 @@ def run_suite(
         if isinstance(text, Task):
             raise DataError(f"--suite reads text, and data_path is a length task, {text.name}")
         sample = read_sample(
-            text.shards,
-            text.splits[SPLITS.index(chosen.eval_split)],
-            tuple(sorted(set(chosen.eval_lengths))),
-            train_length=config.model.seq_length,
-            tokens=chosen.eval_suite_tokens,
-            eod=tokenizer.eod,
-        )
+            text.shards, text.splits[SPLITS.index(chosen.eval_split)],
+            tuple(sorted(set(chosen.eval_lengths))), train_length=config.model.seq_length,
+            tokens=chosen.eval_suite_tokens, eod=tokenizer.eod,
+        )  # fmt: skip
         subject = _subject(run, groups)
         judged = _open_judge(judge, tokenizer, groups, sample.longest) if judge else None
         measures = measure_with_progress(subject, sample, tokenizer, judged)

@@ -115,15 +115,9 @@ def estimate(
     tail = float(stats.norm.cdf(math.sqrt(n / (n - 1)) * single))
     with warnings.catch_warnings(action="ignore"):  # of an interval that BCa cannot give
         found = stats.bootstrap(
-            (total_d, count_d),
-            _ratio,
-            paired=True,
-            vectorized=True,
-            n_resamples=RESAMPLES,
-            batch=max(1, BATCH // n),
-            confidence_level=1 - 2 * tail,
-            rng=np.random.default_rng(0),
-        )
+            (total_d, count_d), _ratio, paired=True, vectorized=True, n_resamples=RESAMPLES,
+            batch=max(1, BATCH // n), confidence_level=1 - 2 * tail, rng=np.random.default_rng(0),
+        )  # fmt: skip
     low, high = found.confidence_interval
     if np.isnan(low) or np.isnan(high):
         low, high = np.quantile(found.bootstrap_distribution, (tail, 1 - tail))

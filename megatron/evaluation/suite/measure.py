@@ -12,7 +12,7 @@ from scipy.sparse.csgraph import connected_components
 from megatron.data.errors import DataError
 from megatron.data.shards.interface import Shards
 from megatron.engine.errors import DivergedError
-from megatron.evaluation.losses import LossFn, scores_of_sequences
+from megatron.evaluation.losses import NOT_FINITE, LossFn, scores_of_sequences
 from megatron.evaluation.suite.intervals import Estimate
 from megatron.model.block import limited_window
 from megatron.parallel.groups import Groups
@@ -270,5 +270,5 @@ class Subject:
                 tick=self.tick,
             )
         if not np.isfinite(losses_nT).all():
-            raise DivergedError("the model's losses are not finite; -o precision=fp32 may help")
+            raise DivergedError(NOT_FINITE)
         return losses_nT

@@ -63,9 +63,8 @@ def write_report(report: Report, folder: Path, train_length: int) -> None:
         replace_table(folder / f"{name}.csv", table)
         for ending in (".png", ".svg"):
             (folder / name).with_suffix(ending).unlink(missing_ok=True)
-    for measure in drawn:
-        figure = _picture(measure, train_length, report.title)
-        pictures.save(figure, folder / f"{measure.name}.png")
+    for each in drawn:
+        pictures.save(_picture(each, train_length, report.title), folder / f"{each.name}.png")
     template, level = Path(__file__).with_name("suite_report.md.j2"), f"{LEVEL:.0f}%"
     text = render(template, {"shown": _shown_row}, report=report, drawn=drawn, level=level)
     write_text(folder / PAGE, text)
