@@ -153,7 +153,6 @@ def write_accuracy(
     figure = pictures.by_length(title, [curves], "length", "accuracy", lengths, fit=False)
     figure.axes[0].set_ylim(-0.02, 1.02)
     pictures.save(figure, picture)
-    text = table.drop(columns=[*about.keys() - {"distance_scale"}]).to_string(
-        index=False, float_format="{:.3f}".format
-    )
+    shown = table.drop(columns=[*about.keys() - {"distance_scale"}])
+    text = shown.to_string(index=False, float_format="{:.3f}".format)
     return f"{title}\n{text}\nwritten to {run_dir}: {path.name} and {picture.name}"

@@ -7,7 +7,8 @@
 
 Here `tokens` is the number of target tokens, and `bytes` is the number of UTF-8 bytes of these
 tokens. Each token is predicted from all earlier tokens of its sequence. Sequences do not overlap.
-All lengths are measured on the same text, or on its first `eval_sequences` sequences.
+All lengths are measured on the same text, or on its first `eval_sequences` sequences. If no common
+multiple of the lengths is small enough, each leaves out the tokens that fill no sequence.
 
 Three baselines measure the same model with short contexts of c tokens. The first one splits the
 text into sequences of c tokens. The second one scores single tokens with exactly c predecessors.
@@ -181,6 +182,9 @@ def evaluate_lengths(
     measurement, span = measurement_of(
         config, groups, model.loss_fn, model.tokenizer, text, chosen.eval_tokens
     )
+    left = [f"length {each:,} leaves out {span % each:,}" for each in lengths if span % each]
+    if left and not chosen.eval_sequences:
+        say(f"the lengths do not have the same text: of {span:,} tokens, {', '.join(left)}")
     results = measurement.at_lengths(lengths, say)
     if not all(math.isfinite(result.loss) for result in results):
         say(NOT_FINITE)

@@ -142,6 +142,13 @@ def test_losses_that_are_not_numbers_are_told_and_written(evaluate, monkeypatch)
     assert pd.read_csv(folder / "extrapolation.csv").loss.isna().all()
 
 
+def test_lengths_without_a_common_text_say_what_they_leave_out(evaluate):
+    said, folder, _ = evaluate(eval_lengths=[15, 16, 30], eval_tokens=130)
+    assert said[1] == "the lengths do not have the same text: of 120 tokens, length 16 leaves out 8"
+    assert pd.read_csv(folder / "extrapolation.csv").sequences.tolist() == [8, 7, 4]
+    assert all("leaves out" not in text for text in evaluate(eval_lengths=[15, 30])[0])
+
+
 def test_a_baseline_reads_the_text_of_the_longest_length(evaluate):
     """Two sequences of 32 tokens are 16 pieces of 4 tokens."""
     _, folder, _ = evaluate(eval_sequences=2, eval_context_baseline=4)
