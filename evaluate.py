@@ -6,11 +6,14 @@ whether the model uses its long context.
 """
 
 import json
+import os
 import re
+from contextlib import contextmanager, suppress
 from datetime import datetime
 from pathlib import Path
 
 from megatron import entry, launcher
+from megatron.config.choices import terms_of
 from megatron.config.command_line import (
     config_parser,
     load_for_use_or_exit,
@@ -107,10 +110,39 @@ def asked(args):
 
 
 def suite_lengths(config):
-    """Return config overrides with the suite's lengths, 1 to 16 times the training length."""
-    lengths = [config.model.seq_length * 2**power for power in range(5)]
+    """Return config overrides with the suite's lengths, 1 to 16 times the training length.
+
+    Lengths beyond the last learned position are left out.
+    """
+    model = config.model
+    lengths = [model.seq_length * 2**power for power in range(5)]
+    if "learned" in terms_of(model.pos_emb):
+        last = model.max_position_embeddings - model.opt_pos_emb_offset
+        lengths = [length for length in lengths if length <= last]
     print(f"no lengths are given: measuring {', '.join(map(str, lengths))}", flush=True)
     return f"eval_lengths={lengths}", f"eval_tokens={max(config.evaluation.eval_tokens, *lengths)}"
+
+
+@contextmanager
+def new_file(path):
+    """Create an empty file `path`, or NAME-2, NAME-3, ... if it exists, and yield the file's path.
+
+    Only rank 0 creates a file. If it is still empty after the `with` block, it is removed.
+    """
+    # Two evaluations may begin in the same second, and must not write the same file.
+    task = launcher.task()
+    if task.rank if task else int(os.environ.get("RANK") or 0):
+        yield path
+        return
+    for made in (path, *(path.with_stem(f"{path.stem}-{number}") for number in range(2, 1000))):
+        with suppress(FileExistsError):
+            made.open("x").close()
+            break
+    try:
+        yield made
+    finally:
+        if made.exists() and not made.stat().st_size:
+            made.unlink()
 
 
 def score_tasks(args, load, out, overrides):
@@ -125,12 +157,12 @@ def score_tasks(args, load, out, overrides):
     path.parent.mkdir(parents=True, exist_ok=True)  # now, because tasks may take hours
     from megatron.harness.installed_lm_eval import harness_packages
 
-    with harness_packages():
+    with harness_packages(), new_file(path) as made:
         from megatron.harness.score_tasks import score
 
         score(
             config, load, config.evaluation.eval_tasks,
-            include_path=args.include_path, write=path, log_samples=False,
+            include_path=args.include_path, write=made, log_samples=False,
         )  # fmt: skip
 
 

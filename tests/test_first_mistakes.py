@@ -103,7 +103,17 @@ def test_a_python_without_the_packages(tmp_path):
     )
 
 
-def test_the_suite_without_lengths_measures_multiples_of_the_training_length(monkeypatch, capsys):
+@pytest.mark.parametrize(
+    ("positions", "lengths"),
+    [
+        ([], (128, 256, 512, 1024, 2048)),
+        (["pos_emb=learned", "max_position_embeddings=600"], (128, 256, 512)),
+        (["pos_emb=learned", "max_position_embeddings=257", "opt_pos_emb_offset=2"], (128,)),
+    ],
+)
+def test_the_suite_without_lengths_measures_multiples_of_the_training_length(
+    monkeypatch, capsys, positions, lengths
+):
     seen = []
     monkeypatch.setattr(all_measures, "run_suite", lambda config, load, **_: seen.append(config))
     command = [
@@ -115,10 +125,12 @@ def test_the_suite_without_lengths_measures_multiples_of_the_training_length(mon
         "-o",
         "save=null",
     ]
+    command += [part for key in positions for part in ("-o", key)]
     monkeypatch.setattr(sys, "argv", [*command, "--load", str(ROOT / "tests")])
     assert evaluate.main() == 0
-    assert [config.evaluation.eval_lengths for config in seen] == [(128, 256, 512, 1024, 2048)]
-    assert capsys.readouterr().out == "no lengths are given: measuring 128, 256, 512, 1024, 2048\n"
+    assert [config.evaluation.eval_lengths for config in seen] == [lengths]
+    shown = ", ".join(map(str, lengths))
+    assert capsys.readouterr().out == f"no lengths are given: measuring {shown}\n"
 
 
 def test_a_port_in_use_is_named_without_a_traceback():

@@ -44,7 +44,7 @@ from megatron.entry import assignment
 from megatron.evaluation.suite import context, perplexity, recall
 from megatron.evaluation.suite.intervals import FEWEST
 from megatron.evaluation.suite.measure import Subject, read_sample
-from megatron.evaluation.suite.pointer import distinct_documents, pointer
+from megatron.evaluation.suite.pointer import pointer
 from megatron.files import write_text
 from tools.experiments.claims import holm
 from tools.experiments.grid import Cell, read_grid
@@ -147,8 +147,7 @@ def measured(cell: Cell) -> dict[str, Any]:
             eod=run.tokenizer.eod,
         )
         subject = Subject(run.model, groups, chosen.eval_batch_tokens)
-        documents = distinct_documents(sample.sequences_nT, sample.documents)
-        more = replace(sample, tokens=EXACT_TOKENS, documents=documents)
+        more = replace(sample, tokens=EXACT_TOKENS)
         full_nT = subject.losses(sample.sequences_nT)
         twin_nT = subject.losses(sample.sequences_nT, window=sample.train_length)
         found = [

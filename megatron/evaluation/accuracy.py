@@ -120,7 +120,7 @@ def evaluate_task(
         what = scaled(f"Accuracy in {task.name}", model.config)
         lengths = f"{task.min_length} to {task.max_length}"
         title = picture_title(what, model.module.pos.name, model.config, model.step, lengths)
-        about = measured_with(model.config, model.step)
+        about = measured_with(model.config, model.step, "eval_examples")
         say(write_accuracy(rows, task, run_dir, title, about))
     return rows
 
@@ -153,7 +153,6 @@ def write_accuracy(
     figure = pictures.by_length(title, [curves], "length", "accuracy", lengths, fit=False)
     figure.axes[0].set_ylim(-0.02, 1.02)
     pictures.save(figure, picture)
-    text = table.drop(columns=["split", "step", "code"]).to_string(
-        index=False, float_format="{:.3f}".format
-    )
+    shown = table.drop(columns=[*about.keys() - {"distance_scale"}])
+    text = shown.to_string(index=False, float_format="{:.3f}".format)
     return f"{title}\n{text}\nwritten to {run_dir}: {path.name} and {picture.name}"

@@ -7,7 +7,8 @@
 
 Here `tokens` is the number of target tokens, and `bytes` is the number of UTF-8 bytes of these
 tokens. Each token is predicted from all earlier tokens of its sequence. Sequences do not overlap.
-All lengths are measured on the same text, or on its first `eval_sequences` sequences.
+All lengths are measured on the same text, or on its first `eval_sequences` sequences. If no common
+multiple of the lengths is small enough, each leaves out the tokens that fill no sequence.
 
 Three baselines measure the same model with short contexts of c tokens. The first one splits the
 text into sequences of c tokens. The second one scores single tokens with exactly c predecessors.
@@ -35,7 +36,7 @@ from megatron.engine.open_run import open_run
 from megatron.engine.open_text import Text, open_text
 from megatron.evaluation import length_report
 from megatron.evaluation.accuracy import Accuracy, evaluate_task
-from megatron.evaluation.losses import LossFn, MeasuredModel, losses_of_sequences
+from megatron.evaluation.losses import NOT_FINITE, LossFn, MeasuredModel, losses_of_sequences
 from megatron.evaluation.perplexity_statistics import (
     LengthResult,
     TokenBytes,
@@ -80,12 +81,9 @@ class Measurement:
         """
         sequences = self.read(length, text_of or length)
         losses = losses_of_sequences(
-            self.loss_fn,
-            sequences,
-            self.groups,
-            batch_tokens=self.batch_tokens,
-            uncounted_after=self.uncounted_after,
-        )
+            self.loss_fn, sequences, self.groups,
+            batch_tokens=self.batch_tokens, uncounted_after=self.uncounted_after,
+        )  # fmt: skip
         counted = sequences[:, :-1] != self.uncounted_after
         return summarise(length, losses, self.token_bytes(sequences)[:, 1:][counted])
 
@@ -184,7 +182,12 @@ def evaluate_lengths(
     measurement, span = measurement_of(
         config, groups, model.loss_fn, model.tokenizer, text, chosen.eval_tokens
     )
+    left = [f"length {each:,} leaves out {span % each:,}" for each in lengths if span % each]
+    if left and not chosen.eval_sequences:
+        say(f"the lengths do not have the same text: of {span:,} tokens, {', '.join(left)}")
     results = measurement.at_lengths(lengths, say)
+    if not all(math.isfinite(result.loss) for result in results):
+        say(NOT_FINITE)
     baselines: dict[str, LengthResult] = {}
     if context := chosen.eval_context_baseline:
         with limited_window(model.module, context):
@@ -203,7 +206,8 @@ def evaluate_lengths(
         what = scaled("Perplexity by length", config)
         title = length_report.picture_title(what, pos.name, config, model.step)
         shown = results, run_dir, train_length, baselines, title
-        say(length_report.write_extrapolation(*shown, measured_with(config, model.step)))
+        about = measured_with(config, model.step, "eval_tokens", "eval_sequences")
+        say(length_report.write_extrapolation(*shown, about))
         if pos.has("distance"):
             draw_kernels(pos, model.theta_HN, config, run_dir, model.step)
         say(f"written to {run_dir}: {RunFolder(run_dir).extrapolation.name} and pictures")
@@ -238,15 +242,9 @@ def measurement_of(
         targets = min(span, text_of * (chosen.eval_sequences or span))
         return eval_sequences(text.shards, documents, length, targets)
 
-    measurement = Measurement(
-        loss_fn,
-        read,
-        tokenizer.token_bytes,
-        chosen.eval_batch_tokens,
-        groups,
-        tokenizer.eod if config.training.eod_mask_loss else None,
-    )
-    return measurement, span
+    uncounted = tokenizer.eod if config.training.eod_mask_loss else None
+    size = chosen.eval_batch_tokens
+    return Measurement(loss_fn, read, tokenizer.token_bytes, size, groups, uncounted), span
 
 
 def draw_kernels(

@@ -14,6 +14,8 @@ from megatron.engine.training.batches import on_device
 from megatron.engine.training.pipeline_engine import LossFn, never_compiled
 from megatron.parallel.groups import Groups
 
+NOT_FINITE = "the model's losses are not finite; -o precision=fp32 may help"
+
 
 @dataclass(frozen=True)
 class MeasuredModel:

@@ -48,17 +48,19 @@ class LengthResult:
         return self.bits_per_byte * self.stderr / self.loss if self.loss else 0.0
 
 
-def measured_with(config: Config, step: int) -> dict[str, Any]:
+def measured_with(config: Config, step: int, *sizes: str) -> dict[str, Any]:
     """Return the settings with which a model is measured, as a dict from CSV column to value.
 
-    The settings are the distance scale, the split, `step`, and a fingerprint of the code.
+    The settings are the distance scale, the split, `step`, a fingerprint of the code, and `sizes`.
 
     Args:
         config: The config.
         step: The number of optimizer steps that the model was trained for.
+        sizes: The keys of the config that say how much is measured.
     """
     scale, split = config.evaluation.eval_distance_scale, config.evaluation.eval_split
-    return {"distance_scale": scale, "split": split, "step": step, "code": fingerprint()}
+    about = {"distance_scale": scale, "split": split, "step": step, "code": fingerprint()}
+    return about | {key: getattr(config.evaluation, key) for key in sizes}
 
 
 def scaled(title: str, config: Config) -> str:

@@ -1,6 +1,6 @@
 """Turn the tokens of a continuation into text while they arrive."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 from megatron.data.tokenizers.base import Tokenizer
 
@@ -17,6 +17,7 @@ class Continuation:
         prompt: The token ids of the prompt.
         stops: The stop sequences. The text ends before the first stop sequence in it.
         emit: A function that is called with each new piece of text.
+        skipped: The ids of tokens that the text leaves out.
 
     Attributes:
         tokens: The number of tokens added so far.
@@ -29,9 +30,9 @@ class Continuation:
 
     def __init__(
         self, tokenizer: Tokenizer, prompt: Sequence[int], stops: Sequence[str] = (),
-        emit: Callable[[str], None] = lambda text: None,
+        emit: Callable[[str], None] = lambda text: None, skipped: Collection[int] = (),
     ):  # fmt: skip
-        self._tokenizer, self._stops, self._emit = tokenizer, stops, emit
+        self._tokenizer, self._stops, self._emit, self._skipped = tokenizer, stops, emit, skipped
         # A token's text may depend on the tokens before it, so they are decoded together.
         self._ids = list(prompt)  # the tokens before the new ones, then the new ones
         self._old = len(self._ids)  # the number of tokens before the new ones
@@ -54,6 +55,7 @@ class Continuation:
         self.tokens += 1
         if token in self._tokenizer.ends:
             self.finish("document")
+        if self.end or token in self._skipped:
             return
         self._ids.append(token)
         text = self._tokenizer.decode(self._ids)

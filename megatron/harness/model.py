@@ -54,6 +54,9 @@ class RunModel(TemplateLM):
         self._model, self._tokenizer, self._tp = model, tokenizer, tp
         self._max_length, self._batch_size, self._seed = max_length, batch_size, seed
         self._info = info
+        # Special tokens have no bytes. The harness's own models leave them out of their answers.
+        ids = torch.arange(tokenizer.vocab_size)[:, None].numpy()
+        self._special = set(ids[tokenizer.token_bytes(ids) == 0].tolist())
         self._device = next(model.parameters()).device
 
     @property
@@ -179,18 +182,14 @@ class RunModel(TemplateLM):
             prompts = [self._prompt(asked[n][0])[-room:] for n in numbers]
             stops = [stop for stop in options["until"] if stop]
             for batch in self._batches([len(prompt) for prompt in prompts]):
-                texts = [Continuation(self._tokenizer, prompts[n], stops) for n in batch]
+                rows, skipped = [prompts[n] for n in batch], self._special
+                texts = [Continuation(self._tokenizer, x, stops, skipped=skipped) for x in rows]
                 continue_texts(
-                    self._model,
-                    [prompts[n] for n in batch],
-                    texts,
+                    self._model, rows, texts,
                     [named_generator(self._seed, f"request {numbers[n]}") for n in batch],
-                    how=how,
-                    max_new_tokens=options["max_gen_toks"],
+                    how=how, max_new_tokens=options["max_gen_toks"], tp=self._tp, speed=Speed(),
                     banned=range(self._tokenizer.vocab_size, self._model.shape.vocab_size),
-                    tp=self._tp,
-                    speed=Speed(),
-                )
+                )  # fmt: skip
                 for n, text in zip(batch, texts, strict=True):
                     answers[numbers[n]] = text.text
         return answers

@@ -94,8 +94,8 @@ class EmbeddingLayer(StoredTheta):
         if self.positions is not None and length > self.positions:
             raise PositionalError(
                 f"pos_emb: {self.pos.name} has {self.positions} positions, but a sequence of "
-                f"{length} came in; raise max_position_embeddings or choose an embedding that "
-                "extrapolates, such as kerple_log"
+                f"{length} came in; give shorter --lengths or fewer --max-new-tokens, or train "
+                "with more max_position_embeddings or one that extrapolates, such as kerple_log"
             )
 
 

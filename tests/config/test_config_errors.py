@@ -165,6 +165,7 @@ def test_wrong_values(problems: Problems, text: str, says: str) -> None:
     [
         ("pos_emb: learned\nseq_length_val: 64", "write max_position_embeddings: 64"),
         ("pos_emb: learned\neval_lengths: [32, 128]", "write max_position_embeddings: 128"),
+        ("pos_emb: learned\neval_lengths: [64]", "for a trained model, give shorter --lengths"),
         ("pos_emb: learned\nmax_position_embeddings: 16", "where learned positions end"),
         ("pos_emb: learned\nopt_pos_emb_offset: 2", "write max_position_embeddings: 34"),
         ("pos_emb: rotary\nrotary_pct: 0.1", "= 1; choose"),

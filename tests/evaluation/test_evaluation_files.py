@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from types import SimpleNamespace
 
@@ -132,6 +133,20 @@ def test_every_length_may_read_the_same_number_of_sequences(evaluate):
     _, folder, _ = evaluate(eval_sequences=3)
     table = pd.read_csv(folder / "extrapolation.csv")
     assert table.length.tolist() == [16, 32] and table.sequences.tolist() == [3, 3]
+
+
+def test_losses_that_are_not_numbers_are_told_and_written(evaluate, monkeypatch):
+    monkeypatch.setattr(Model, "forward", lambda self, inputs, targets: inputs * math.nan)
+    said, folder, _ = evaluate()
+    assert said[3] == "the model's losses are not finite; -o precision=fp32 may help"
+    assert pd.read_csv(folder / "extrapolation.csv").loss.isna().all()
+
+
+def test_lengths_without_a_common_text_say_what_they_leave_out(evaluate):
+    said, folder, _ = evaluate(eval_lengths=[15, 16, 30], eval_tokens=130)
+    assert said[1] == "the lengths do not have the same text: of 120 tokens, length 16 leaves out 8"
+    assert pd.read_csv(folder / "extrapolation.csv").sequences.tolist() == [8, 7, 4]
+    assert all("leaves out" not in text for text in evaluate(eval_lengths=[15, 30])[0])
 
 
 def test_a_baseline_reads_the_text_of_the_longest_length(evaluate):

@@ -28,6 +28,16 @@ def pieces(tokenizer, prompt, ids, stops=(), end="length"):
     return found, row
 
 
+def test_tokens_that_the_text_leaves_out_neither_show_nor_end_it():
+    row = Continuation(BYTES, [], ["cd"], skipped={7, BYTES.eod})
+    for token in [*b"ab\x07c", 7]:
+        row.add(token)
+    assert row.text == "ab" and row.end == ""
+    row.add(ord("e"))
+    row.add(BYTES.eod)
+    assert row.text == "abce" and (row.end, row.tokens) == ("document", 7)
+
+
 @pytest.fixture(scope="module")
 def gpt2(gpt2_files):
     return build_tokenizer("GPT2BPETokenizer", *gpt2_files)

@@ -174,6 +174,17 @@ def test_a_token_that_begins_documents_is_context_and_never_a_target(ask):
     assert ask("generate_until", until, tokenizer=begun) == [BYTES.decode(ids)]
 
 
+def test_special_tokens_stay_out_of_answers_but_in_the_context(ask):
+    """As in the harness's own model `hf`."""
+    plain = greedy(ask.model, b"import os", 3)
+    marked = copy.copy(BYTES)
+    vars(marked)["_bytes_of_token"] = numpy.where(numpy.arange(257) == plain[0], 0, 1)
+    until = ("import os", {"until": [], "max_gen_toks": 3})
+    assert ask("generate_until", until) == [BYTES.decode(plain)]
+    (found,) = ask("generate_until", until, tokenizer=marked)
+    assert found == BYTES.decode([each for each in plain if each != plain[0]])
+
+
 def test_continuations_with_the_options_of_tasks(ask):
     prompts = ["def f(x): ", "a", "import os", ""]
     ids = [[*prompt.encode()] or [BYTES.eod] for prompt in prompts]

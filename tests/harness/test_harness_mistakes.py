@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import sys
+from datetime import datetime
 
 import pytest
 import torch
@@ -93,6 +94,30 @@ def test_the_prefix_may_name_a_new_folder(run, call, tmp_path):
     prefix = tmp_path / "new" / "mine"
     call(command, run / "config.yml", "--load", run, *named, "--eval_results_prefix", prefix)
     assert len(list(tmp_path.glob("new/mine_eval_results_*.json"))) == 1
+
+
+def test_evaluations_that_begin_in_the_same_second_write_files_of_their_own(
+    run, call, tmp_path, monkeypatch
+):
+    class Stopped(datetime):
+        @classmethod
+        def now(cls, tz=None):
+            return cls(2026, 1, 2, 3, 4, 5)
+
+    monkeypatch.setattr(command, "datetime", Stopped)
+    some = (run / "config.yml", "--load", run, "--out", tmp_path, "--include_path", TASKS)
+    for _ in range(3):
+        call(command, *some, "--eval_tasks", "local_choice")
+    call(command, *some, "--eval_tasks", "no_such_task", code=1)
+    name = "eval_results_01-02-2026-03-04-05"
+    written = {path.name for path in tmp_path.iterdir()}
+    assert written == {f"{name}.json", f"{name}-2.json", f"{name}-3.json"}
+    assert all(json.loads(path.read_text())["results"] for path in tmp_path.iterdir())
+    with command.new_file(tmp_path / f"{name}.json") as path:
+        assert path.name == f"{name}-4.json" and path.exists()  # no other job takes it meanwhile
+    monkeypatch.setenv("RANK", "1")
+    with command.new_file(tmp_path / "x.json") as path:
+        assert not path.exists()
 
 
 def test_a_broken_model_gets_no_score(model):

@@ -23,7 +23,7 @@ from tests.helpers.shards import write_documents
 
 STAGES = (0, 1, 2, 3)
 PRECISIONS = ("fp32", "bf16")
-MEASURED = "distance_scale,split,step,code"
+MEASURED = "distance_scale,split,step,code,eval_tokens,eval_sequences"
 """The last columns of a table of results."""
 
 BASE = {
@@ -181,4 +181,5 @@ def _feed(hasher: Any, value: Any) -> None:
 def measured(folder: Path) -> list[list[float]]:
     """Return the numbers in `extrapolation.csv`, one row for each length; last, the scale."""
     table = pd.read_csv(folder / "extrapolation.csv")
-    return table.drop(columns=["split", "step", "code"]).to_numpy(float).tolist()
+    settings = ["split", "step", "code", "eval_tokens", "eval_sequences"]
+    return table.drop(columns=settings).to_numpy(float).tolist()

@@ -260,7 +260,8 @@ def test_learned_positions_are_shifted_within_the_tables_rows():
     x, _ = model.embedding(tokens())
     words = model.embedding.word_embeddings(tokens())
     torch.testing.assert_close(x - words, table[2:].expand_as(x), rtol=0, atol=1e-6)
-    with pytest.raises(ValueError, match=f"has {LENGTH} positions, but a sequence of {LENGTH + 1}"):
+    text = f"has {LENGTH} positions, but a sequence of {LENGTH + 1} came in; give shorter --lengths"
+    with pytest.raises(ValueError, match=text):
         model.embedding(tokens(length=LENGTH + 1))
 
 

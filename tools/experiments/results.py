@@ -85,21 +85,25 @@ def of_folders(folders: Sequence[Path]) -> Frame:
 
     Raises:
         OSError: A folder has no `config.yml`.
-        DataError: A table of results is damaged.
+        DataError: A folder is given twice, or a table of results is damaged.
     """
-    # The folder's name is used if several folders have the same `pos_emb` and seed.
-    found = []
-    for folder in folders:
+    # The folder's name is used if several folders have the same `pos_emb` and seed, and the path
+    # as it was given if several folders have the same name.
+    places = [folder.resolve() for folder in folders]
+    lasts, found = [place.name for place in places], []
+    for number, folder in enumerate(folders):
+        if places[number] in places[:number]:
+            raise DataError(f"{folder} is given twice; name each run once")
         settings, problems = read_file(RunFolder(folder).config)
         if problems:
             raise OSError(str(problems[0]))
         keys = {path[0]: given.value for path, given in settings.items()}
-        found.append((str(keys.get("pos_emb")), keys.get("seed", 0), folder))
-    names = [pair[:2] for pair in found]
+        found.append((str(keys.get("pos_emb")), keys.get("seed", 0)))
     parts = []
-    for embedding, seed, folder in found:
-        row = embedding if names.count((embedding, seed)) == 1 else folder.name
-        about = {"cell": folder.name, "embedding": row, "seed": seed, "folder": str(folder)}
+    for (embedding, seed), folder, last in zip(found, folders, lasts, strict=True):
+        name = last if lasts.count(last) == 1 else str(folder)
+        row = embedding if found.count((embedding, seed)) == 1 else name
+        about = {"cell": name, "embedding": row, "seed": seed, "folder": str(folder)}
         parts.append(of_run(folder)[0].assign(**about))
     return pd.concat(parts, ignore_index=True)
 

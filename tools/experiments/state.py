@@ -35,6 +35,8 @@ RECORD = "cell.json"
 INDEX = "cells.csv"
 Frame = Any
 """A table or a column of pandas, whose types basedpyright cannot infer."""
+SIZES = ("eval_tokens", "eval_sequences", "eval_examples", "eval_suite_tokens")
+"""The keys of the config that say on how much text a table was measured."""
 _MOST_BYTES = 1 << 24
 _PLACES = ("save", "load", "data_dir", "use_wandb", "wandb")
 
@@ -202,6 +204,7 @@ def other_measurement(path: Path, table: Frame, record: Record) -> str:
     asked = record.config.get
     wanted = {"distance_scale": asked("eval_distance_scale"), "split": asked("eval_split")}
     wanted |= {"step": asked("train_iters") or None}  # None: the checkpoint of another run
+    wanted |= {key: asked(key) for key in SIZES}
     differing = [
         f"{column} {', '.join(map(str, table[column].unique()))} instead of {value}"
         for column, value in wanted.items()

@@ -78,7 +78,8 @@ def _learned(
         shifted = f" + opt_pos_emb_offset {offset}" if offset else ""
         text = f"{asked[name]}{shifted} is above max_position_embeddings {rows}, where learned "
         text += f"positions end; write max_position_embeddings: {max(asked.values()) + offset}"
-        return name, f"{text}, or another pos_emb"
+        trained = "; for a trained model, give shorter --lengths" * (name == "eval_lengths")
+        return name, f"{text}, or another pos_emb{trained}"
 
 
 @relation("pos_emb", "rpe_num_buckets", "rpe_max_distance")

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
-from megatron.config import Config, ConfigError
+from megatron.config import Config
 from megatron.data.errors import DataError
 from megatron.data.samples.split import SPLITS
 from megatron.data.tasks.base import Task
@@ -19,6 +19,7 @@ from megatron.engine.errors import CheckpointError
 from megatron.engine.job.job_or_alone import job_or_alone
 from megatron.engine.open_run import OpenRun, open_run
 from megatron.engine.open_text import open_text
+from megatron.errors import UserError
 from megatron.evaluation.perplexity_statistics import measured_with, scaled
 from megatron.evaluation.suite import context, key_tokens, perplexity, recall
 from megatron.evaluation.suite.heads import heads
@@ -60,15 +61,12 @@ def run_suite(
         if isinstance(text, Task):
             raise DataError(f"--suite reads text, and data_path is a length task, {text.name}")
         sample = read_sample(
-            text.shards,
-            text.splits[SPLITS.index(chosen.eval_split)],
-            tuple(sorted(set(chosen.eval_lengths))),
-            train_length=config.model.seq_length,
-            tokens=chosen.eval_suite_tokens,
-            eod=tokenizer.eod,
-        )
+            text.shards, text.splits[SPLITS.index(chosen.eval_split)],
+            tuple(sorted(set(chosen.eval_lengths))), train_length=config.model.seq_length,
+            tokens=chosen.eval_suite_tokens, eod=tokenizer.eod,
+        )  # fmt: skip
         subject = _subject(run, groups)
-        judged = _open_judge(judge, tokenizer, groups) if judge else None
+        judged = _open_judge(judge, tokenizer, groups, sample.longest) if judge else None
         measures = measure_with_progress(subject, sample, tokenizer, judged)
         title = f"{run.model.pos.name}, trained at {config.model.seq_length:,} tokens"
         title = scaled(title, config)
@@ -78,7 +76,7 @@ def run_suite(
             "sequences": f"{len(sample.documents)} of {sample.longest:,} tokens, out of "
             f"{len(np.unique(sample.documents))} documents that are long enough",
         }
-        about = measured_with(config, run.saved.step)
+        about = measured_with(config, run.saved.step, "eval_suite_tokens")
         report = Report(title, about, facts | about, verdict(measures), measures)
         folder = out or RunFolder(load).suite
         if groups.is_main:
@@ -145,10 +143,11 @@ def _subject(run: OpenRun, groups: Groups) -> Subject:
     return Subject(run.model, groups, run.config.evaluation.eval_batch_tokens)
 
 
-def _open_judge(load: Path, tokenizer: Tokenizer, groups: Groups) -> Subject:
+def _open_judge(load: Path, tokenizer: Tokenizer, groups: Groups, longest: int) -> Subject:
     try:
         run = open_run(load, None, groups)
-    except (CheckpointError, ConfigError) as error:
+        run.model.embedding.require_positions(longest)
+    except UserError as error:
         raise CheckpointError(f"--judge {load}: {error}") from error
     if run.tokenizer.fingerprint() != tokenizer.fingerprint():
         raise CheckpointError(

@@ -1,19 +1,24 @@
 """Define the inputs and the results of the measures in the suite."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import numpy as np
 import torch
+from scipy import sparse
+from scipy.sparse.csgraph import connected_components
 
 from megatron.data.errors import DataError
 from megatron.data.shards.interface import Shards
 from megatron.engine.errors import DivergedError
-from megatron.evaluation.losses import LossFn, scores_of_sequences
+from megatron.evaluation.losses import NOT_FINITE, LossFn, scores_of_sequences
 from megatron.evaluation.suite.intervals import Estimate
 from megatron.model.block import limited_window
 from megatron.parallel.groups import Groups
+
+REPEATED = 32
+"""Two sequences repeat each other if they share half of their runs of this many tokens."""
 
 
 @dataclass(frozen=True)
@@ -68,7 +73,8 @@ class Sample:
     Attributes:
         sequences_nT: The tokens of n sequences, int64 [n, longest + 1]. Each sequence is part of a
             single document. `longest` is the largest of `lengths`.
-        documents: The document of each sequence, [n], in ascending order.
+        documents: The document of each sequence, [n], in ascending order. Documents that repeat
+            each other have the same number.
         train_length: The length at which the model was trained, in tokens.
         lengths: The lengths at which the model is measured, in tokens and in ascending order.
         tokens: The approximate number of tokens that a measure reads for each result.
@@ -133,7 +139,7 @@ def read_sample(
         eod: The id of the end-of-document token, which is not part of a document's text.
 
     Raises:
-        DataError: Fewer than 2 documents are long enough.
+        DataError: Fewer than 2 different documents are long enough.
     """
     # Shorter documents are left out, because a sequence across the end of a document would contain
     # unrelated text. If there are few documents, several sequences are cut out of each. At least 16
@@ -153,16 +159,65 @@ def read_sample(
     wanted = max(16, tokens // size)
     chosen = sorted(rng.permutation(list(whole))[:wanted].tolist())
     each = -(-wanted // len(chosen))
-    rows, owners = [], []
+    rows, owners, first_with = [], [], {}
     for number in chosen:
         begin, length = whole[number]
+        # Sequences of an exact copy may be of other parts, and then do not show that it is one.
+        owner = first_with.setdefault(shards.tokens[begin : begin + length].tobytes(), number)
         count = min(each, length // size)
         room = length // count - size
         for part in range(count):
             start = begin + part * (length // count) + int(rng.integers(room + 1))
             rows.append(np.asarray(shards.tokens[start : start + size], np.int64))
-            owners.append(number)
-    return Sample(np.stack(rows), np.array(owners), train_length, lengths, tokens)
+            owners.append(owner)
+    sample = Sample(np.stack(rows), np.array(owners), train_length, lengths, tokens)
+    return copies_as_one(sample)
+
+
+def copies_as_one(sample: Sample) -> Sample:
+    """Return the sample with the documents that repeat each other as one document.
+
+    Raises:
+        DataError: All documents repeat each other.
+    """
+    # Otherwise intervals would take copies for independent, and far-swap would swap a text with a
+    # copy of itself.
+    numbers = distinct_documents(sample.sequences_nT, sample.documents)
+    first = np.unique(numbers, return_index=True)[1]
+    if len(first) < 2:
+        text = (
+            f"all documents with {sample.longest + 1} tokens repeat each other, and --suite needs"
+        )
+        raise DataError(f"{text} 2 different ones; give the split more of `split`")
+    order = np.argsort(numbers, kind="stable")
+    documents = sample.documents[first[numbers[order]]]
+    return replace(sample, sequences_nT=sample.sequences_nT[order], documents=documents)
+
+
+def distinct_documents(sequences_nT: np.ndarray, documents: np.ndarray) -> np.ndarray:
+    """Number the distinct documents, and return the number of each sequence's document, [n].
+
+    Documents that repeat each other get the same number.
+
+    Args:
+        sequences_nT: The tokens of n sequences, int64 [n, T].
+        documents: The document of each sequence, [n].
+    """
+    size = min(REPEATED, sequences_nT.shape[1])
+    factors = np.random.default_rng(0).integers(1 << 62, size=size)
+    runs_nR = np.lib.stride_tricks.sliding_window_view(sequences_nT, size, axis=1) @ factors
+    columns = np.unique(runs_nR, return_inverse=True)[1].ravel()
+    owner = np.repeat(np.arange(len(runs_nR)), runs_nR.shape[1])
+    counts: Any = sparse.csr_matrix((np.ones(len(owner)), (owner, columns)))
+    holds = counts.sign()
+    shared = (holds @ holds.T).tocoo()
+    runs = np.asarray(holds.sum(1)).ravel()
+    alike = 2 * shared.data >= np.minimum(runs[shared.row], runs[shared.col])
+    numbers = np.unique(documents, return_inverse=True)[1]
+    ends = numbers[shared.row[alike]], numbers[shared.col[alike]]
+    size = numbers.max() + 1
+    graph = sparse.coo_matrix((np.ones(len(ends[0])), ends), shape=(size, size))
+    return connected_components(graph, directed=False)[1][numbers]
 
 
 @dataclass
@@ -215,5 +270,5 @@ class Subject:
                 tick=self.tick,
             )
         if not np.isfinite(losses_nT).all():
-            raise DivergedError("the model's losses are not finite; -o precision=fp32 may help")
+            raise DivergedError(NOT_FINITE)
         return losses_nT

@@ -13,9 +13,10 @@ from megatron.readable_numbers import told_apart
 def by_length(
     subject: Subject, sample: Sample, full_nT: np.ndarray, token_bytes: TokenBytes
 ) -> Measure:
-    """Measure perplexity and bits per byte by sequence length, on the same text for each length.
+    """Measure perplexity and bits per byte by sequence length.
 
-    For each length, every sequence is cut into pieces of this length.
+    For each length, every sequence is cut into pieces of this length. The text is the same for each
+    length that divides the longest.
 
     Args:
         full_nT: The loss of each target with all earlier tokens of its sequence as context, in nats
@@ -48,6 +49,8 @@ def by_length(
     )
     if len(set(shown)) == 1:
         says = f"Perplexity is {shown[0]} at every length."
+    if rest := max(sample.longest % length for length in sample.lengths):
+        says += f" Of each sequence, other lengths leave out up to {rest:,} tokens at its start."
     return Measure("by_length", "Perplexity by length", "perplexity", says, rows)
 
 

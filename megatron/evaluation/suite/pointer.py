@@ -10,15 +10,11 @@ Here count_n is the number of earlier matches of the last n tokens, and count_n(
 matches after which token x followed. The weights w depend on the largest n that has a match. To fit
 the weights on other documents than the scored document, the documents are divided into `FOLDS`
 parts. Each part is scored with weights that are fitted on the other parts by expectation
-maximisation. Documents that repeat each other count as one document, so that the weights are never
-fitted on a copy of the scored text.
+maximisation. Documents that repeat each other count as one document (`read_sample`), so that the
+weights are never fitted on a copy of the scored text.
 """
 
-from typing import Any
-
 import numpy as np
-from scipy import sparse
-from scipy.sparse.csgraph import connected_components
 
 from megatron.evaluation.suite.intervals import Estimate, estimate, mean_of
 from megatron.evaluation.suite.measure import Measure, Row, Sample
@@ -27,8 +23,6 @@ ORDERS = (2, 3, 5)
 FOLDS = 5
 STEPS = 60
 """The steps of expectation maximisation."""
-REPEATED = 32
-"""Two sequences repeat each other if they share half of their runs of this many tokens."""
 
 
 def pointer(sample: Sample, full_nT: np.ndarray, twin_nT: np.ndarray) -> Measure:
@@ -54,8 +48,7 @@ def pointer(sample: Sample, full_nT: np.ndarray, twin_nT: np.ndarray) -> Measure
     window = sample.train_length
     if sample.longest <= window:
         return Measure(name, title, unit, sample.too_short, [])
-    groups = distinct_documents(sample.sequences_nT, sample.documents)
-    found = predictions(sample.sequences_nT, window)
+    groups, found = sample.documents, predictions(sample.sequences_nT, window)
     gain, rest = (
         {where: gains(each[:, window:], losses_nT[:, window:], groups)
          for where, each in found.items()}
@@ -186,29 +179,3 @@ def _weights(ratios: np.ndarray) -> np.ndarray:
         shares[0] += len(ratios) - len(hits) + 1  # one more, so that the model keeps a weight
         weights = shares / shares.sum()
     return weights
-
-
-def distinct_documents(sequences_nT: np.ndarray, documents: np.ndarray) -> np.ndarray:
-    """Number the distinct documents, and return the number of each sequence's document, [n].
-
-    Documents that repeat each other get the same number.
-
-    Args:
-        sequences_nT: The tokens of n sequences, int64 [n, T].
-        documents: The document of each sequence, [n].
-    """
-    size = min(REPEATED, sequences_nT.shape[1])
-    factors = np.random.default_rng(0).integers(1 << 62, size=size)
-    runs_nR = np.lib.stride_tricks.sliding_window_view(sequences_nT, size, axis=1) @ factors
-    columns = np.unique(runs_nR, return_inverse=True)[1].ravel()
-    owner = np.repeat(np.arange(len(runs_nR)), runs_nR.shape[1])
-    counts: Any = sparse.csr_matrix((np.ones(len(owner)), (owner, columns)))
-    holds = counts.sign()
-    shared = (holds @ holds.T).tocoo()
-    runs = np.asarray(holds.sum(1)).ravel()
-    alike = 2 * shared.data >= np.minimum(runs[shared.row], runs[shared.col])
-    numbers = np.unique(documents, return_inverse=True)[1]
-    ends = numbers[shared.row[alike]], numbers[shared.col[alike]]
-    size = numbers.max() + 1
-    graph = sparse.coo_matrix((np.ones(len(ends[0])), ends), shape=(size, size))
-    return connected_components(graph, directed=False)[1][numbers]

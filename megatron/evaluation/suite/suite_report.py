@@ -12,7 +12,7 @@ from megatron import pictures
 from megatron.evaluation.length_report import csv_of
 from megatron.evaluation.suite.intervals import LEVEL
 from megatron.evaluation.suite.measure import Measure, Row
-from megatron.files import write_bytes, write_text
+from megatron.files import replace_table, write_text
 from megatron.readable_numbers import now
 from megatron.templates import render
 
@@ -45,6 +45,8 @@ class Report:
 def write_report(report: Report, folder: Path, train_length: int) -> None:
     """Write all files of the report into `folder`.
 
+    Tables of an earlier report are kept, with `.previous` added to their names.
+
     Args:
         report: The report.
         folder: The folder.
@@ -52,13 +54,17 @@ def write_report(report: Report, folder: Path, train_length: int) -> None:
     """
     folder.mkdir(parents=True, exist_ok=True)
     drawn = [each for each in report.measures if each.drawn and len(each.rows) > 2]
+    # An earlier report may have had results of more measures, and a model with more layers.
+    tables = dict[str, bytes | None].fromkeys(path.stem for path in folder.glob("heads*.csv"))
     for measure in report.measures:
-        if measure.rows:
-            table = csv_of([row.flat() | report.about for row in measure.rows])
-            write_bytes(folder / f"{measure.name}.csv", table)
-    for measure in drawn:
-        figure = _picture(measure, train_length, report.title)
-        pictures.save(figure, folder / f"{measure.name}.png")
+        lines = [row.flat() | report.about for row in measure.rows]
+        tables[measure.name] = csv_of(lines) if lines else None
+    for name, table in tables.items():
+        replace_table(folder / f"{name}.csv", table)
+        for ending in (".png", ".svg"):
+            (folder / name).with_suffix(ending).unlink(missing_ok=True)
+    for each in drawn:
+        pictures.save(_picture(each, train_length, report.title), folder / f"{each.name}.png")
     template, level = Path(__file__).with_name("suite_report.md.j2"), f"{LEVEL:.0f}%"
     text = render(template, {"shown": _shown_row}, report=report, drawn=drawn, level=level)
     write_text(folder / PAGE, text)
@@ -68,9 +74,7 @@ def write_report(report: Report, folder: Path, train_length: int) -> None:
             "unit": measure.unit,
             "says": measure.says,
             "answer": measure.answer,
-            "rows": [
-                {key: _json(value) for key, value in row.flat().items()} for row in measure.rows
-            ],
+            "rows": [{key: _json(x) for key, x in row.flat().items()} for row in measure.rows],
         }
         for measure in report.measures
     }

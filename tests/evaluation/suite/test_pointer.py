@@ -10,14 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
-from megatron.evaluation.suite.measure import Sample
-from megatron.evaluation.suite.pointer import (
-    ORDERS,
-    distinct_documents,
-    gains,
-    pointer,
-    predictions,
-)
+from megatron.evaluation.suite.measure import Sample, distinct_documents
+from megatron.evaluation.suite.pointer import ORDERS, gains, pointer, predictions
 
 WINDOW, TOKENS = 32, 1024
 RNG = np.random.default_rng(0)

@@ -260,4 +260,7 @@ def test_each_length_cuts_the_same_text():
     assert [row.also["loss"] for row in found.rows] == pytest.approx(losses_by_hand)
     bits = [loss / math.log(2) / 2 for loss in losses_by_hand]
     assert [row.also["bits_per_byte"] for row in found.rows] == pytest.approx(bits)
-    assert found.says == ("Perplexity is 1.69 at 32 tokens and 1.66 at 100; it is lowest at 50.")
+    assert found.says == (
+        "Perplexity is 1.69 at 32 tokens and 1.66 at 100; it is lowest at 50. "
+        "Of each sequence, other lengths leave out up to 4 tokens at its start."
+    )

@@ -183,11 +183,28 @@ def test_the_report_has_tables_pictures_and_numbers(tmp_path, monkeypatch):
     assert band_of(axes, 0) == {(64, 2.0), (64, 3.0), (1024, 1.0), (1024, 4.0)}
 
 
+def test_files_of_an_earlier_report_are_not_taken_for_those_of_the_new_one(tmp_path, monkeypatch):
+    monkeypatch.setattr(pictures, "save", lambda figure, path: path.write_text("new"))
+    rows = [Row({"length": length}, Estimate(2.0, 1.0, 3.0, 9)) for length in (64, 128, 256)]
+    for name in ("far", "heads_layer1"):
+        for ending in (".csv", ".png", ".svg"):
+            (tmp_path / f"{name}{ending}").write_text("old")
+    (tmp_path / "extrapolation.csv").write_text("not the suite's")
+    measures = [Measure("kept", "K", "nats", "K.", rows), Measure("far", "F", "nats", "Not.", [])]
+    write_report(Report("A model", {}, {}, ["First."], measures), tmp_path, 64)
+    assert {path.name for path in tmp_path.iterdir()} == {
+        "report.md", "report.json", "kept.csv", "kept.png", "extrapolation.csv",
+        "far.csv.previous", "heads_layer1.csv.previous",
+    }  # fmt: skip
+    assert (tmp_path / "far.csv.previous").read_text() == "old"
+
+
 @pytest.mark.parametrize(
     ("scale", "stretched"), [(1.0, ""), (0.5, " at distances x 0.5"), (2.0, " at distances x 2")]
 )
 def test_the_title_and_the_facts(tmp_path, monkeypatch, capsys, scale, stretched):
-    write_documents(tmp_path / "t", [np.append(np.arange(40) % 250, 256)] * 5)
+    texts = np.arange(200).reshape(5, 40)
+    write_documents(tmp_path / "t", [np.append(text, 256) for text in texts])
     keys = {"eval_lengths": [32, 16], "train_batch_size": 8, "eval_distance_scale": scale}
     keys |= {"split": "2,3,0"}
     config = load_config([write_config(tmp_path / "c.yml", str(tmp_path / "t"), **keys)])

@@ -26,6 +26,7 @@ from tools.experiments.results import of_grid
 from tools.experiments.state import Record, state_of
 
 MEASURED = ["distance_scale", "split", "step", "code"]
+SIZES = ["eval_tokens", "eval_sequences"]
 
 
 @pytest.fixture(scope="module")
@@ -80,6 +81,8 @@ def test_the_files_say_what_they_measured(grid):
         (["eval_distance_scale=0.5"], (16, 32), "distance_scale 0.5 instead of 1.0"),
         (["eval_split=test"], (16, 32), "split test instead of valid"),
         ([], (16, 24), r"lengths other than \[16, 32\]"),
+        (["eval_tokens=32"], (16, 32), "eval_tokens 32 instead of 64"),
+        (["eval_sequences=1"], (16, 32), "eval_sequences 1 instead of 0"),
     ],
 )
 def test_another_evaluation_by_hand_is_not_the_grids(grid, overrides, lengths, why, capsys):
@@ -148,7 +151,7 @@ def test_curves_of_another_suite_are_left_out(grid):
 
 def test_a_table_of_an_earlier_version_counts(grid):
     path = grid.parent / "runs" / "kerple_log-1" / "extrapolation.csv"
-    pd.read_csv(path).drop(columns=MEASURED).to_csv(path, index=False)
+    pd.read_csv(path).drop(columns=[*MEASURED, *SIZES]).to_csv(path, index=False)
     assert state_of(read_grid(grid).cells[0])[0] == "finished"
 
 
@@ -220,6 +223,16 @@ def test_a_table_says_which_curves_it_leaves_out(grid):
     assert "by_position.csv" not in said
     found = pd.read_csv(grid.parent / "out" / "results.csv")["metric"].to_list()
     assert "loss by position" in found and "loss by context" not in found
+
+
+def test_curves_of_a_suite_on_other_amounts_of_text_are_left_out(grid):
+    run, out = grid.parent / "runs" / "kerple_log-1", grid.parent / "out"
+    (run / "suite").mkdir()
+    for tokens, metrics in ((65536, 4), (4096, 3)):
+        lines = f"context,value,eval_suite_tokens\n1,5,{tokens}\n2,4,{tokens}\n"
+        (run / "suite" / "by_position.csv").write_text(lines)
+        assert table.main([str(grid), "--out", str(out)]) == 0
+        assert pd.read_csv(out / "results.csv")["metric"].nunique() == metrics
 
 
 def test_metrics_too_large_to_read_do_not_end_a_sweep(grid, monkeypatch, start_forked, capsys):

@@ -42,6 +42,22 @@ def test_run_folders_are_tabulated_without_a_grid(tmp_path, capsys):
     assert r"rotary & 2 & 10.00 $\pm$ 1.41 & 20.00 $\pm$ 2.83 \\" in latex
 
 
+def test_runs_whose_folders_have_the_same_last_name_are_rows_of_their_own(
+    tmp_path, capsys, monkeypatch
+):
+    for name, value in (("x/a", 9), ("y/a", 11), ("y/b", 5)):
+        (tmp_path / name).mkdir(parents=True)
+        (tmp_path / name / "config.yml").write_text("pos_emb: rotary\nseed: 1\n")
+        (tmp_path / name / "extrapolation.csv").write_text(f"length,perplexity\n64,{value}\n")
+    monkeypatch.chdir(tmp_path / "y" / "b")
+    assert table.main([".", "../a", "../../x/a", "--out", str(tmp_path / "out")]) == 0
+    out = capsys.readouterr().out
+    for row in ("| b | 1 | 5.000 |", "| ../a | 1 | 11.00 |", "| ../../x/a | 1 | 9.000 |"):
+        assert row in out
+    assert table.main([".", "../a", "../b", "--out", str(tmp_path / "out")]) == 1
+    assert capsys.readouterr().err == "error: ../b is given twice; name each run once\n"
+
+
 HEAD = {
     "title": "A <title>", "question": "Why?", "methods": "Two sentences.", "models": "models",
     "rebuild": "python a\npython b", "origin": "commit 1",
