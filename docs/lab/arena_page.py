@@ -107,7 +107,7 @@ def verdicts(claims: pd.DataFrame) -> pd.DataFrame:
             "mean difference": claims.difference.map("{:.4f}".format),
             "on code": texts[code],
             "verdict": claims.verdict,
-            **{f"on {name}": texts[name] for name in others},
+            **{f"on {name}": texts[name].replace("0 of 0", "") for name in others},
         }
     )
 

@@ -92,27 +92,29 @@ def _method(axes: Any, runs: pd.DataFrame, column: str, place: int) -> None:
 
 @pictures.in_style()
 def on_texts(gains: pd.DataFrame) -> Any:
-    """Draw the smaller gain of each method on code against that on each other text.
+    """Draw the smaller gain of each method on each text, by the gain on the first text.
+
+    Each text has a plot with a range of its own, because gains differ in size from text to text.
 
     Args:
-        gains: A row for each method. The first column is the gain on code, and each other column is
-            the gain on another text. A gain outside the range is drawn as a triangle at its edge.
+        gains: A row for each method, and a column for each text. Methods without a gain on each
+            text are left out. A loss beyond the range is drawn as a triangle at its edge.
     """
-    least, most = SHOWN["gain"]
-    code, *others = gains.columns
-    title = "Do methods that gain on code gain on other text?"
-    figure, plots = pictures.panels(title, len(others), height=4.5)
-    for axes, text in zip(plots, others, strict=True):
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import MaxNLocator
+
+    gains = gains.dropna().sort_values(gains.columns[0])
+    width, places = 4 + 2.5 * len(gains.columns), np.arange(len(gains))
+    figure = Figure(figsize=(width, 1.2 + 0.24 * len(gains)), layout="constrained")
+    figure.suptitle("Do methods that gain on code gain on other text?", x=0.01, ha="left")
+    plots = figure.subplots(1, len(gains.columns), sharey=True, squeeze=False)[0]
+    for axes, (text, values) in zip(plots, gains.items(), strict=True):
+        least = -1.2 * values.max()
+        beyond = values < least
         axes.axvline(0, color="grey", lw=1)
-        axes.axhline(0, color="grey", lw=1)
-        for name, row in gains[[code, text]].dropna().iterrows():
-            point, marker = row.clip(least, most), "o"
-            for value, (low, high) in zip(row, ("<>", "v^"), strict=True):
-                marker = low if value < least else high if value > most else marker
-            axes.plot(*point, ls="", marker=marker, ms=4, color="C0")
-            axes.annotate(
-                str(name), tuple(point), xytext=(5, 0), textcoords="offset points",
-                va="center", fontsize="small",
-            )  # fmt: skip
-        axes.set(xlabel=f"smaller gain on {code} (nats)", ylabel=f"smaller gain on {text} (nats)")
+        axes.plot(values[~beyond], places[~beyond], ls="", marker="o", ms=4, color="C0")
+        axes.plot(0 * values[beyond] + least, places[beyond], ls="", marker="<", ms=5, color="C0")
+        axes.xaxis.set_major_locator(MaxNLocator(4))
+        axes.set(xlabel=f"smaller gain on {text} (nats)", ylim=(-0.7, len(gains) - 0.3))
+    plots[0].set_yticks(places, gains.index)
     return figure

@@ -39,7 +39,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         labels = compared(texts["code"]).set_index("method").label
         found = pd.DataFrame([correlation(gains, labels, name) for name in gains.columns[1:]])
         pictures.save(on_texts(gains), first / "texts.png")
-        found.to_csv(first / "texts.csv", index=False, float_format="%.3g")
+        found.to_csv(first / "texts.csv", index=False, float_format="%.6g")
         print(found.to_string(index=False))
     return 0
 

@@ -59,16 +59,19 @@ def test_measures_without_an_interval_and_without_a_range():
 def test_the_picture_of_texts_compares_the_gains_of_one_seed():
     texts, drawing = (importlib.import_module(name) for name in ("arena_texts", "arena_pictures"))
     code = [arena_run("a", 1246, 0.02), arena_run("b", 1246, 0.3), arena_run("a", 1247, 0.05)]
-    prose = [arena_run("a", 1246, 0.01), arena_run("b", 1246, -0.01)]
-    latex = [arena_run("b", 1246, 0.04)]
-    given = {"code": code, "arena_prose": prose, "arena_latex": latex}
+    code += [arena_run("c", 1246, 0.1), arena_run("not on each text", 1246, 0.5)]
+    prose = [arena_run(name, 1246, gain) for name, gain in (("a", 0.01), ("b", -0.1), ("c", 0.02))]
+    latex = [arena_run(name, 1246, gain) for name, gain in (("a", 0.0), ("b", 0.4), ("c", -0.4))]
+    given = {"code": code, "prose": prose, "latex": latex}
     gains = texts.gains_by_text({name: pd.DataFrame(rows) for name, rows in given.items()})
-    of_prose, of_latex = drawing.on_texts(gains).axes
-    assert points(of_latex, ">") == [(0.1, 0)]
-    assert [text.get_text() for text in of_prose.texts] == ["a", "b"]
-    assert [text.xy for text in of_prose.texts] == [(0.02, 0.01), (0.1, -0.01)]
-    assert [line.get_marker() for line in of_prose.lines[2:]] == ["o", ">"]
-    assert [text.get_text() for text in of_latex.texts] == ["b"]
+    figure = drawing.on_texts(gains)
+    of_code, of_prose, of_latex = figure.axes
+    assert [each.get_text() for each in of_code.get_yticklabels()] == ["a", "c", "b"]
+    assert points(of_code, "o") == [(0.02, 0), (0.1, 1), (0.3, 2)] and not points(of_code, "<")
+    assert points(of_prose, "o") == [(0.01, 0), (0.02, 1)]
+    assert points(of_prose, "<") == [(-0.024, 2)]  # 1.2 times the largest gain
+    assert points(of_latex, "o") == [(0.0, 0), (-0.4, 1), (0.4, 2)]
+    assert of_latex.get_xlabel() == "smaller gain on latex (nats)"
 
 
 def test_the_tables_of_the_page_are_the_results(tmp_path, monkeypatch):
@@ -81,7 +84,7 @@ def test_the_tables_of_the_page_are_the_results(tmp_path, monkeypatch):
     claim = {
         "claim": 1, "lower": "bam at 2048", "higher": "alibi at 2048", "in the paper": "Table 3",
         "at 32 times": "2 of 3", "1.3B parameters": None, "difference": 0.01234,
-        "verdict": "supported", "arena": "3 of 3", "arena_prose": "0 of 1",
+        "verdict": "supported", "arena": "3 of 3", "arena_prose": "0 of 1", "arena_latex": "0 of 0",
     }  # fmt: skip
     pd.DataFrame([claim]).to_csv(tmp_path / "claims.csv", index=False)
     monkeypatch.setattr(page, "TABLES", tmp_path)
@@ -107,3 +110,4 @@ def test_the_tables_of_the_page_are_the_results(tmp_path, monkeypatch):
     assert (shown["mean difference"], shown["on code"], shown["verdict"], shown["on prose"]) == (
         "0.0123", "3 of 3", "supported", "0 of 1",
     )  # fmt: skip
+    assert shown["on latex"] == ""  # not run
