@@ -127,7 +127,8 @@ def suite_lengths(config):
 def new_file(path):
     """Create an empty file `path`, or NAME-2, NAME-3, ... if it exists, and yield the file's path.
 
-    Only rank 0 creates a file. If it is still empty after the `with` block, it is removed.
+    Only rank 0 creates a file, which is empty until the tasks are scored, also after a kill. If it
+    is still empty after the `with` block, it is removed.
     """
     # Two evaluations may begin in the same second, and must not write the same file.
     task = launcher.task()

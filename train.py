@@ -90,17 +90,17 @@ def _check(args: Namespace) -> int:
     if args.gpus:
         os.environ["WORLD_SIZE"] = str(args.gpus)  # of the processes that would be started
     config = load_or_exit(args, joins=False)
-    from megatron.engine.build import positional_of, theta_of
-    from megatron.engine.job.error_messages import user_errors
-
-    with user_errors():
-        theta_of(config, positional_of(config))  # refuses keys that the embedding does not have
     print(describe(config))
     found = list(readiness(config))
     for problem, title in ((False, "on this machine"), (True, "not ready on this machine")):
         lines = [line for is_problem, line in found if is_problem == problem]
         if lines:
             print("\n  ".join([f"\n{title}", *lines]))
+    from megatron.engine.build import positional_of, theta_of
+    from megatron.engine.job.error_messages import user_errors
+
+    with user_errors():
+        theta_of(config, positional_of(config))  # refuses keys that the embedding does not have
     return int(any(is_problem for is_problem, _ in found))
 
 

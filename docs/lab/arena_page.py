@@ -17,7 +17,6 @@ from pathlib import Path
 
 import numpy as np
 import pandas as pd
-from arena import with_derived
 from arena_texts import SEED, gains_by_text, texts_of
 from recipe import perplexities
 
@@ -136,7 +135,7 @@ def models_on_texts(texts: Mapping[str, pd.DataFrame]) -> pd.DataFrame:
     order = gains_by_text(texts).dropna().sort_values([*texts][0], ascending=False).index
     shown = {"method": named(order.to_frame())}
     for name, runs in [*texts.items()][1:]:
-        runs = with_derived(runs).set_index("method").loc[order]
+        runs = runs[runs.seed == SEED].set_index("method").loc[order]
         shortest, *_, longest = perplexities(runs)
         for column in (shortest, longest):
             length = int(column.removeprefix("perplexity_"))

@@ -109,7 +109,7 @@ def on_texts(gains: pd.DataFrame) -> Any:
     figure.suptitle("Do methods that gain on code gain on other text?", x=0.01, ha="left")
     plots = figure.subplots(1, len(gains.columns), sharey=True, squeeze=False)[0]
     for axes, (text, values) in zip(plots, gains.items(), strict=True):
-        least = -1.2 * values.max()
+        least = -1.2 * values.max() if values.max() > 0 else values.min()
         beyond = values < least
         axes.axvline(0, color="grey", lw=1)
         axes.plot(values[~beyond], places[~beyond], ls="", marker="o", ms=4, color="C0")

@@ -55,6 +55,8 @@ class Continuation:
         self.tokens += 1
         if token in self._tokenizer.ends:
             self.finish("document")
+        if token in self._skipped and self._tokenizer.decode([token]) in self._stops:
+            self.finish("stop")
         if self.end or token in self._skipped:
             return
         self._ids.append(token)

@@ -1,6 +1,6 @@
 """Check what a run needs on this machine before it is queued: text, tokenizer, folders, disk.
 
-The check leaves no file on the disk, uses no GPU and does not import torch.
+The check leaves no file on the disk and uses no GPU. This module does not import torch.
 """
 
 import shutil

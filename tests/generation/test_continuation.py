@@ -36,6 +36,10 @@ def test_tokens_that_the_text_leaves_out_neither_show_nor_end_it():
     row.add(ord("e"))
     row.add(BYTES.eod)
     assert row.text == "abce" and (row.end, row.tokens) == ("document", 7)
+    row = Continuation(BYTES, [], ["\x07"], skipped={7})
+    for token in (*b"ab", 7):
+        row.add(token)
+    assert row.text == "ab" and row.end == "stop"  # such as the end of a chat's turn
 
 
 @pytest.fixture(scope="module")

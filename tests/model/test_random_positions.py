@@ -69,7 +69,7 @@ class At(LayerCache):
         super().__init__(torch.zeros(len(positions_BT), dtype=torch.int64))
         self.given = positions_BT
 
-    def positions(self, count):
+    def positions(self, count, *, in_document=False):
         return self.given[:, :count]
 
 

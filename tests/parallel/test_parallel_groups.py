@@ -24,7 +24,7 @@ def created(monkeypatch):
     """Replace process groups by lists of ranks, and collect all that are created."""
     groups = []
 
-    def new_group(ranks):
+    def new_group(ranks, timeout=None):
         groups.append(ranks)
         return ranks
 

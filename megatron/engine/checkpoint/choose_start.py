@@ -179,9 +179,10 @@ def _decide(
 
 def _other_values(config: Config, saved: Saved) -> str:
     """Return warnings about keys that differ from the checkpoint's values, otherwise ""."""
-    lines, both = "", (config.to_flat_dict(), saved.record.config)  # without keys that are None
+    lines, given = "", config.to_flat_dict()  # without keys that are None
     for key, effect in _NOTED.items():
-        here, there = (json.dumps(values.get(key) or None) for values in both)
+        default = None if key == "sliding_window_width" else given[key]
+        here, there = map(json.dumps, (given.get(key), saved.record.config.get(key, default)))
         if here != there:
             lines += (
                 f"\n{key} is {here}, and was {there} until now: {effect}, "

@@ -50,7 +50,8 @@ def by_length(
     if len(set(shown)) == 1:
         says = f"Perplexity is {shown[0]} at every length."
     if rest := max(sample.longest % length for length in sample.lengths):
-        says += f" Of each sequence, other lengths leave out up to {rest:,} tokens at its start."
+        says += f" Lengths that do not divide {sample.longest:,} leave out up to {rest:,} tokens "
+        says += "at the start of each sequence."
     return Measure("by_length", "Perplexity by length", "perplexity", says, rows)
 
 

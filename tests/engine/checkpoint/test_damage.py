@@ -151,13 +151,14 @@ def test_another_batch_size_is_reported(finished):
         assert f"resuming from {finished[1] / 'global_step6'}" in text
 
 
-@pytest.mark.parametrize(("key", "value"), [
-    ("sliding_window_width", "[[[8, none], all]]"), ("reset_attention_mask", "true"),
+@pytest.mark.parametrize(("key", "value", "before"), [
+    ("sliding_window_width", "[[[8, none], all]]", "null"),
+    ("reset_attention_mask", "true", "false"),
 ])  # fmt: skip
-def test_attention_to_other_tokens_is_reported(finished, key, value):
+def test_attention_to_other_tokens_is_reported(finished, key, value, before):
     assert key not in choose_start(load_config([finished[0]]), ALONE, 24).text
     text = choose_start(load_config([finished[0]], [f"{key}={value}"]), ALONE, 24).text
-    assert f"write {key}: null for them" in text and text.count("until now") == 1
+    assert f"write {key}: {before} for them" in text and text.count("until now") == 1
 
 
 def test_another_runs_folder_is_read_and_never_written(finished, tmp_path, monkeypatch):

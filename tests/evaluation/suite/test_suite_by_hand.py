@@ -262,5 +262,5 @@ def test_each_length_cuts_the_same_text():
     assert [row.also["bits_per_byte"] for row in found.rows] == pytest.approx(bits)
     assert found.says == (
         "Perplexity is 1.69 at 32 tokens and 1.66 at 100; it is lowest at 50. "
-        "Of each sequence, other lengths leave out up to 4 tokens at its start."
+        "Lengths that do not divide 100 leave out up to 4 tokens at the start of each sequence."
     )

@@ -72,6 +72,8 @@ def test_the_picture_of_texts_compares_the_gains_of_one_seed():
     assert points(of_prose, "<") == [(-0.024, 2)]  # 1.2 times the largest gain
     assert points(of_latex, "o") == [(0.0, 0), (-0.4, 1), (0.4, 2)]
     assert of_latex.get_xlabel() == "smaller gain on latex (nats)"
+    losses = drawing.on_texts(pd.DataFrame({"code": [-0.1, -0.2]}, index=["a", "b"])).axes[0]
+    assert points(losses, "o") == [(-0.2, 0), (-0.1, 1)] and not points(losses, "<")
 
 
 def test_the_tables_of_the_page_are_the_results(tmp_path, monkeypatch):

@@ -52,6 +52,7 @@ def test_the_tables_of_other_text_are_the_runs_of_one_seed():
     prose = [
         arena_run("alibi", 1246, 0.02, 30.0, 20.0), arena_run("bam", 1246, -0.03, 40.0, 2000.0),
         arena_run("kerple_log", 1246, 0.02, 35.0, 31.0, exact=0.005),
+        arena_run("kerple_log", 1247, 0.5, 36.0, 32.0),
     ]  # fmt: skip
     texts = {
         "code": pd.DataFrame([arena_run(*each) for each in code]),
