@@ -10,7 +10,7 @@ import pytest
 from tests.pages.figures.held import LAB, RESULTS, grid
 
 CODE = RESULTS / "arena"
-TEXTS = ("prose",)
+TEXTS = ("prose", "latex")
 OTHER = [RESULTS / f"arena_{text}" for text in TEXTS]
 
 
