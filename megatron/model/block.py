@@ -109,8 +109,9 @@ class SelfAttention(nn.Module):
         )
         decay_BHS, query_offset, sequence_positions_BT = self._decay(x_BTD), 0, None
         if cache is not None:
-            sequence_positions_BT = positions_BT
-            positions_BT = cache.positions(x_BTD.shape[1], in_document=True)
+            if self.pos.reads_position or self.pos.tempers_bias:
+                sequence_positions_BT = positions_BT
+                positions_BT = cache.positions(x_BTD.shape[1], in_document=True)
             kept = cache.extend(k_BHTE, v_BHTE, decay_BHS)
             k_BHTE, v_BHTE, decay_BHS, starts_BS, query_offset = kept
         dropout_p = s.attention_dropout if self.training else 0.0
