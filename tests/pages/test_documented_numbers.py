@@ -114,6 +114,9 @@ def test_the_answers_about_planted_models():
     assert f"{(before == 'no').sum()} of {len(before)} were wrong" in page
     missed = sum(row["right"] == "missed" for row in found)
     assert f"none of {len(found)} is false, and {missed} miss something" in page
+    more = pd.read_csv(folder / "suite_planted_more_text.csv")
+    assert f"all [{len(more)} answers]" in page and (more["right"] == "yes").all()
+    assert {row["seed"] for row in found} < {*more.seed.astype(str)}
 
 
 def test_times_of_the_benchmarks():

@@ -1,6 +1,7 @@
 """Compare the suite's answers about planted models with the expected ones; write a table.
 
     python -m tests.evaluation.suite.confusion --seeds 0 1 --out docs/results/suite_planted.csv
+    python -m tests.evaluation.suite.confusion --seeds 0 1 --documents 200 --tokens 102400 --out ...
 
 Each seed draws another language, other documents and other random weights. The table has a line for
 each model, seed and question.
@@ -23,6 +24,8 @@ from tests.evaluation.suite.planted import EXPECTED, NAMES, Ascii, Language, sub
 
 TOKENS = 8192
 """The tokens that each result reads, as `eval_suite_tokens` gives them."""
+DOCUMENTS = 24
+"""The documents of each language."""
 
 
 def answers(measures: list[Measure]) -> dict[str, Any]:
@@ -62,10 +65,12 @@ def shown(value: Any) -> str:
     return str(value)
 
 
-def rows_of(name: str, seed: int, tokens: int = TOKENS) -> list[dict[str, Any]]:
+def rows_of(
+    name: str, seed: int, tokens: int = TOKENS, documents: int = DOCUMENTS
+) -> list[dict[str, Any]]:
     """Measure one planted model, and return a row for each question."""
     language = Language(seed)
-    sample = language.sample(tokens)
+    sample = language.sample(tokens, documents)
     measures = measure_with_progress(subject_of(name, language, seed), sample, Ascii())
     given, rows = answers(measures), []
     for question, expected in asdict(EXPECTED[name]).items():
@@ -97,12 +102,13 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, nargs="+", required=True)
     parser.add_argument("--models", nargs="+", default=NAMES, choices=NAMES)
     parser.add_argument("--tokens", type=int, default=TOKENS)
+    parser.add_argument("--documents", type=int, default=DOCUMENTS)
     parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_args()
     rows = []
     for seed in args.seeds:
         for name in args.models:
-            rows += rows_of(name, seed, args.tokens)
+            rows += rows_of(name, seed, args.tokens, args.documents)
     with args.out.open("w", newline="") as file:
         writer = csv.DictWriter(file, rows[0], lineterminator="\n")
         writer.writeheader()

@@ -70,7 +70,7 @@ class Language:
             parts.append(np.array(run))
         return np.concatenate(parts)[:size]
 
-    def sample(self, tokens: int, documents: int = 24) -> Sample:
+    def sample(self, tokens: int, documents: int) -> Sample:
         """Return one sequence of each of `documents` documents."""
         texts = np.stack([self.document(LENGTHS[-1] + 1) for _ in range(documents)])
         return Sample(texts, np.arange(documents), TRAINED, LENGTHS, tokens)

@@ -29,12 +29,15 @@ def test_an_answer_is_right_false_or_misses_something():
     assert judged(False, True) == judged(True, False) == "no"
 
 
-def test_the_table_of_answers_has_no_false_one(repo_root):
-    with (repo_root / "docs" / "results" / "suite_planted.csv").open() as file:
+@pytest.mark.parametrize(
+    ("name", "most_missed"), [("suite_planted", 6), ("suite_planted_more_text", 0)]
+)
+def test_the_tables_of_answers_have_no_false_one(repo_root, name, most_missed):
+    with (repo_root / "docs" / "results" / f"{name}.csv").open() as file:
         rows = list(csv.DictReader(file))
     asked = {(row["model"], row["question"]) for row in rows}
     questions = vars(EXPECTED["pointer"])
     assert asked == {(name, question) for name in NAMES for question in questions}
     assert len(rows) == len({row["seed"] for row in rows}) * len(asked)
     right = Counter(row["right"] for row in rows)
-    assert right["yes"] + right["missed"] == len(rows) and right["missed"] <= 6
+    assert right["yes"] + right["missed"] == len(rows) and right["missed"] <= most_missed
