@@ -60,7 +60,7 @@ def test_the_paper_files_are_the_published_hyperparameters(tmp_path: Path) -> No
     for section in ("model", "batch", "optimizer", "lr", "training", "checkpoint"):
         assert getattr(ours, section) == getattr(theirs, section), section
     assert ours.data.split == theirs.data.split
-    evaluation = compose(*PAPER, "paper/eval.yml")
+    evaluation = compose(*PAPER, "paper/paper_eval.yml")
     assert evaluation.training.train_iters == 0
     assert (evaluation.training.eval_iters, evaluation.batch.train_batch_size) == (320, 1)
 

@@ -7,6 +7,7 @@ soon as their arguments are parsed.
 from __future__ import annotations
 
 import argparse
+import importlib
 import itertools
 import os
 import re
@@ -222,6 +223,15 @@ def test_every_command_of_a_page_is_accepted(repo_root, check, page):
         except Exception as error:
             wrong.append(f"{command}: {type(error).__name__}: {error}")
     assert not wrong, "\n".join(wrong)
+
+
+def test_every_command_that_makes_the_arena_is_accepted(repo_root, check, monkeypatch):
+    monkeypatch.syspath_prepend(repo_root / "docs" / "lab")
+    rebuild = importlib.import_module("rebuild_arena")
+    every = [command for part in rebuild.PARTS for command in rebuild.commands(part, 2)]
+    assert len(every) > 30
+    for command in every:
+        check(command, False)
 
 
 @pytest.mark.parametrize(

@@ -34,7 +34,10 @@ def test_readme_says_what_its_picture_shows():
     assert f"perplexity of `alibi` from {alibi[0]} to {alibi[1]}." in text
     assert f"`{mean[8192].idxmin()}` is lowest: {mean[8192].min():.1f} at 8,192." in text
     twin = pd.read_csv(ROOT / "docs/results/code/windowed_twin_kerple_log.csv").iloc[0]
-    assert twin.bins == "all" and f"model even falls, by {-twin.value:.3f} nats (one" in text
+    assert (
+        twin.bins == "all"
+        and f"a `kerple_log` model even falls, by {-twin.value:.3f} nats (one" in text
+    )
     doses = pd.read_csv(ROOT / "docs/results/recipe_dose/verdicts.csv", index_col="dose")
     longest = doses[doses.embedding == "kerple_log"].loc[5600]
     assert longest.R1 and longest.seeds == 3

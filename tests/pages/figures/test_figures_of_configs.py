@@ -138,7 +138,7 @@ def test_the_lengths_of_the_paper():
     (told,) = sizes
     says("experiments", f"each length on the same text: {told}.")
     published = load_config(
-        [CONFIGS / each for each in (*PAPER, "paper/eval.yml")], ["data_path=x"]
+        [CONFIGS / each for each in (*PAPER, "paper/paper_eval.yml")], ["data_path=x"]
     )
     count = published.training.eval_iters * published.batch.train_batch_size
     says("experiments", f"measure {count} sequences of each length, like the paper")

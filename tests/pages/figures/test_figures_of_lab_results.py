@@ -57,7 +57,8 @@ def test_the_quickstart():
     below = fire.index[fire < log]
     assert best[w] == "rotary_kerple_log" and set(gated) == set(best.index[1:])
     assert below.tolist() == best.index[: len(below)].tolist()
-    help_of_far = pd.read_csv(files / "suite" / "windowed_twin.csv").iloc[0].value
+    twin, exact = (pd.read_csv(files / "suite" / f"{name}.csv").iloc[0] for name in (
+        "windowed_twin", "exact_context"))  # fmt: skip
     for row in rows(MEASUREMENTS, "Perplexity by length"):
         assert int(row["× training length"]) * w == int(row["length"].replace(",", ""))
     at = f"{yml('quickstart.yml')['train_iters']:,} steps of"
@@ -71,8 +72,9 @@ def test_the_quickstart():
         f"in {tokens:,} BPE tokens.",
         f"falls with the length: at {long:,} it is",
         f"% below that at {w}. Nearly",
-        f"[Text beyond {w} tokens](#does-far-text-help) helps by less than"
-        f" {math.ceil(100 * -math.expm1(-help_of_far))}%.",
+        f"[Attention beyond {w} tokens](#does-far-text-help) lowers the loss by {twin.value:.3f}"
+        f" nats; by the stricter measure, exactly {w} tokens of context, the gain is unclear"
+        f" ({exact.value:.4f} [{exact.low:.4f}, {exact.high:.4f}]).",
         f"lowest perplexity from {gated[0]} on. `rotary + kerple_log` is the lowest at {w} and",
         f"below `kerple_log` up to {below[-1]}, and rises by",
         f"% from there to {long:,}. It ran",

@@ -14,6 +14,7 @@ from megatron.evaluation.suite.intervals import FEWEST
 from megatron.evaluation.suite.measure import Sample
 from tests.cluster import two_hosts
 from tests.distributed.matrix import STEPS, TOLERANCE, all_cells, alternating
+from tests.evaluation.suite.confusion import DOCUMENTS, TOKENS
 from tests.helpers.paths import ROOT
 from tests.model.published_sizes import PYTHIA
 from tests.mutation import server
@@ -54,7 +55,7 @@ def test_the_measures_of_the_suite():
         f" below {key_tokens.KEY_LOSS:g}",
         f"each block of {recall.BLOCK} tokens of the first copy",
         f"at a depth of {or_list(f'{x:g}' for x in recall.DEPTHS)} of a text",
-        f"in texts from {ruler.SHORTEST} tokens on",
+        f"the shortest of at least {ruler.SHORTEST} tokens, and the longest",
         f"more than {heads.COLLAPSED:.0%} of their attention on",
         f"read at up to {heads.LONGEST:,} tokens, its last {heads.QUERIES} queries count",
     )
@@ -79,6 +80,8 @@ def test_the_planted_models():
         f" up to {long.answer.iloc[0]} instead of {long.expected.iloc[0]} tokens. Seeds {first}",
         f"the first fresh seed ({both[0]}) had shown both. Seed {last} was drawn",
         f"these {word(len(wrong))} are wrong, too",
+        f"documents of each language instead of {DOCUMENTS}, and 102,400 tokens for each result"
+        f" instead of {TOKENS:,}, all",
         f"those of {FEWEST} documents missed",
         f"the places that are found out of {places.iloc[0].count('@')}, and",
         f"trained at {length} tokens and read at {longest:,}, begins",
@@ -90,7 +93,7 @@ def test_the_planted_models():
 def test_the_paper_and_its_grids():
     table3, xl = grid("table3"), grid("xl")
     about, model = table3.about, xl.cells[0].config()
-    sequences = yml("paper/eval.yml")["eval_iters"]
+    sequences = yml("paper/paper_eval.yml")["eval_iters"]
     lengths, seeds = about.lengths, word(len(about.seeds))
     assert len(about.axes["embedding"]) == 6 and len(about.axes["corpus"]) == 3
     count = table3.cells[0].config().evaluation.eval_tokens // lengths[-1]

@@ -9,6 +9,7 @@ import os
 import shutil
 import subprocess
 import sys
+import time
 
 import pandas as pd
 import pytest
@@ -165,18 +166,28 @@ class Hyperbola(PositionalEmbedding):  # b(d) = -a d / (1 + p d)
 """
 
 
-def test_one_file_and_one_line_enter_an_outsiders_method(tmp_path):
-    checkout = tmp_path / "checkout"
+def test_an_outsiders_method_is_entered_in_ten_minutes(tmp_path):
+    start, checkout = time.monotonic(), tmp_path / "checkout"
     for name in ("megatron", "tools", "configs", "docs/lab"):
         ignored = shutil.ignore_patterns("__pycache__")
         shutil.copytree(ROOT / name, checkout / name, ignore=ignored)
     shutil.copy(ROOT / "train.py", checkout)
     (checkout / "megatron" / "positional" / "outsider.py").write_text(OUTSIDER)
+    for name in ("arena", "arena_rates"):
+        grid = checkout / "configs" / "paper" / f"{name}.yml"
+        axis = "  embedding:\n"
+        grid.write_text(grid.read_text().replace(axis, f"{axis}    outsider:\n"))
     small_grid(tmp_path, "outsider")
     environ = os.environ | {"PYTHONPATH": str(checkout)}
     for script, *options in (["tools/sweep.py"], ["docs/lab/arena.py", "--out", "out"]):
         command = [sys.executable, script, tmp_path / "grid.yml", *options]
         subprocess.run(command, cwd=checkout, env=environ, check=True)
+    for name in ("arena", "arena_rates"):
+        command = [sys.executable, "tools/sweep.py", f"configs/paper/{name}.yml", "--list"]
+        command += ["--only", "*outsider*"]
+        done = subprocess.run(command, cwd=checkout, env=environ, capture_output=True, text=True)
+        assert done.returncode == 0 and done.stdout.count("outsider") == 3, done
+    assert time.monotonic() - start < 600
     [method] = pd.read_csv(checkout / "out" / "methods.csv").to_dict("records")
     assert method["method"] == "outsider" and math.isfinite(method["gain"])
 
