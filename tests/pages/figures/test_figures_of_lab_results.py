@@ -57,24 +57,23 @@ def test_the_quickstart():
     below = fire.index[fire < log]
     assert best[w] == "rotary_kerple_log" and set(gated) == set(best.index[1:])
     assert below.tolist() == best.index[: len(below)].tolist()
-    twin, exact = (pd.read_csv(files / "suite" / f"{name}.csv").iloc[0] for name in (
-        "windowed_twin", "exact_context"))  # fmt: skip
+    twin = pd.read_csv(files / "suite" / "windowed_twin.csv").iloc[0]
+    exact = pd.read_csv(files / "suite" / "exact_context.csv").iloc[0]
     for row in rows(MEASUREMENTS, "Perplexity by length"):
         assert int(row["× training length"]) * w == int(row["length"].replace(",", ""))
     at = f"{yml('quickstart.yml')['train_iters']:,} steps of"
     default, (fast, slow) = load("fire").length, first_command()
     says(
         PAGE,
-        f"took {fast} minutes with",
-        f"and {slow} on a slower one",
+        f"took {fast} minutes with", f"and {slow} on a slower one",
         f"The quickstart model ({parameters(QUICKSTART, 1024)[0] / 1e6:.1f}M parameters) was",
         f"trained for {at} {c.batch.train_batch_size} sequences at {w} tokens, on",
         f"in {tokens:,} BPE tokens.",
         f"falls with the length: at {long:,} it is",
         f"% below that at {w}. Nearly",
         f"[Attention beyond {w} tokens](#does-far-text-help) lowers the loss by {twin.value:.3f}"
-        f" nats; by the stricter measure, exactly {w} tokens of context, the gain is unclear"
-        f" ({exact.value:.4f} [{exact.low:.4f}, {exact.high:.4f}]).",
+        f" nats; by the stricter measure, exactly {w} tokens of context, the gain is unclear ("
+        f"{exact.value:.4f} [{exact.low:.4f}, {exact.high:.4f}]).",
         f"lowest perplexity from {gated[0]} on. `rotary + kerple_log` is the lowest at {w} and",
         f"below `kerple_log` up to {below[-1]}, and rises by",
         f"% from there to {long:,}. It ran",
@@ -86,7 +85,7 @@ def test_the_quickstart():
         f"`kerple_log` with this model at length {w}, one seed",
         f"with exactly {n} tokens of context is above that at {long:,}.",
         f"| bits per byte at {w} | at {long:,} | perplexity at {long:,} / at {w} | {n} tokens |",
-    )
+    )  # fmt: skip
 
 
 def test_the_hand_scale_comparison():
