@@ -34,7 +34,8 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     add("grid", type=Path, metavar="GRID.yml")
     add("--set", action="append", default=[], type=entry.assignment, metavar="NAME=VALUE",
         help="a variable of the grid")  # fmt: skip
-    add("--only", metavar="PATTERN", help="only cells with such a name, e.g. '*kerple*-1235'")
+    only = "only cells with such a name, e.g. '*kerple*-1235'; may be given several times"
+    add("--only", action="append", metavar="PATTERN", help=only)
     add("--cell", type=int, metavar="N", help="only the N-th cell, counted from 0")
     add("--list", "--check", action="store_true", help="check and show all cells, run nothing")
     jobs = "cells at a time [1, or one for each GPU]"
@@ -58,7 +59,8 @@ def main(argv: list[str] | None = None) -> int:
             _train_tokenizer(grid, grid.about.tokenizer)
         cells = [
             cell for number, cell in enumerate(grid.cells)
-            if args.cell in (None, number) and fnmatch(cell.name, args.only or "*")
+            if args.cell in (None, number)
+            and any(fnmatch(cell.name, pattern) for pattern in args.only or ["*"])
         ]  # fmt: skip
     except ConfigError as error:
         entry.refuse(str(error), 2)

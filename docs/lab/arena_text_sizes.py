@@ -11,6 +11,8 @@ runs of 32 tokens of the measured sequences are also in the training split.
 
 from __future__ import annotations
 
+import argparse
+import os
 import sys
 from typing import Any
 
@@ -26,6 +28,8 @@ from tools.experiments.grid import read_grid
 
 
 def main() -> int:
+    argparse.ArgumentParser(description=__doc__.partition("\n")[0]).parse_args()
+    os.chdir(ROOT)  # the grid's paths are relative to it
     table = pd.DataFrame(map(sizes, ("code", "prose", "latex")))
     table.to_csv(TABLES / "arena_text_sizes.csv", index=False)
     print(table.to_string(index=False))

@@ -6,8 +6,12 @@
 The parts are `rates` (the search of the learning rates), `code` (72 runs), `prose` and `latex` (ten
 runs each), `tasks` (96 runs on length tasks) and `page` (tables and pictures of the page). The
 corpora of prose and LaTeX must be prepared first (measurements.md says how). Each command of a part
-continues what an earlier call of it has begun, so give the same command again after a stop. The
-rates that were found are in arena.yml.
+continues what an earlier call of it has begun, so give the same command again after a stop. Runs
+that fail are named, and the others are measured; the exit code is then 1. The results in
+docs/results are written over: `git diff` shows what has changed.
+
+The rates that were found are in arena.yml. The methods for prose and LaTeX are chosen by the runs
+on code. No part writes the tables of rates and scores in plan_arena.md, or again.csv.
 """
 
 from __future__ import annotations
@@ -15,6 +19,7 @@ from __future__ import annotations
 import argparse
 import os
 import shlex
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
@@ -26,7 +31,7 @@ from arena_texts import SEED, chosen
 ROOT = Path(__file__).parents[2]
 RESULTS = "docs/results"
 GRID = "configs/paper/arena.yml"
-PREPARED = "data/{}_text_document"
+PREPARED, VOCABULARY = "data/{}_text_document", "data/stand_in/{}.json"
 PARTS = ("rates", "code", "prose", "latex", "tasks", "page")
 
 
@@ -35,23 +40,49 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--only", nargs="+", choices=PARTS, default=PARTS, help="parts to make")
     parser.add_argument("--jobs", type=int, default=1, help="runs at a time")
     parser.add_argument("--list", action="store_true", help="print the commands, run nothing")
+    parser.add_argument("--stale", choices=("rerun", "keep"), help="as in tools/sweep.py")
     given = parser.parse_args(arguments)
-    path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep)
-    for part in (part for part in PARTS if part in given.only):
-        prepared = ROOT / f"{PREPARED.format(part)}.idx"
-        if part in ("prose", "latex") and not given.list and not prepared.exists():
-            print(f"{prepared} is missing: docs/lab/measurements.md has the commands that make it")
-            return 1
+    parts = [part for part in PARTS if part in given.only]
+    missing = [path for part in parts for path in texts_of_part(part) if not (ROOT / path).exists()]
+    if missing and not given.list:
+        print(f"{ROOT / missing[0]} is missing: docs/lab/measurements.md has the commands that make it")
+        return 1
+    failed = 0
+    for part in parts:
         for command in commands(part, given.jobs):
-            print("$", command, flush=True)
-            if given.list:
-                continue
-            done = subprocess.run(
-                shlex.split(command), cwd=ROOT, env={**os.environ, "PYTHONPATH": path}
-            )
-            if done.returncode:
-                return done.returncode
-    return 0
+            sweep = "tools/sweep.py" in command
+            words = command + (f" --stale {given.stale}" if sweep and given.stale else "")
+            print("$", words, flush=True)
+            code = 0 if given.list else run(words)
+            if code and not (sweep and code == 1):
+                return code
+            failed = failed or code
+    return failed
+
+
+def run(command: str) -> int:
+    """Run a command of this checkout with this Python, and return its exit code.
+
+    After SIGINT or SIGTERM, the command ends as it does alone: a sweep stops its runs.
+    """
+    path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep)
+    words = [sys.executable, *shlex.split(command)[1:]]
+    process = subprocess.Popen(words, cwd=ROOT, env={**os.environ, "PYTHONPATH": path})
+    before = signal.signal(signal.SIGTERM, lambda *_: process.terminate())
+    try:
+        code = process.wait()
+    except KeyboardInterrupt:  # the command has the signal, too
+        code = process.wait() or 130
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    return 128 - code if code < 0 else code
+
+
+def texts_of_part(part: str) -> list[str]:
+    """Return the files that must be prepared before a part."""
+    if part not in ("prose", "latex"):
+        return []
+    return [f"{PREPARED.format(part)}.idx", VOCABULARY.format(part)]
 
 
 def commands(part: str, jobs: int) -> Iterator[str]:
@@ -70,13 +101,18 @@ def commands(part: str, jobs: int) -> Iterator[str]:
         yield f"python docs/lab/arena.py {GRID} --out {RESULTS}/arena --jobs {jobs} --tests"
     if part in ("prose", "latex"):
         given = " ".join(f"--set {name}={value}" for name, value in variables_of(part).items())
-        for method in chosen(pd.read_csv(ROOT / RESULTS / "arena" / "runs.csv")):
-            yield f"python tools/sweep.py {GRID} {given} --jobs {jobs} --only {method}-{SEED}"
+        methods = chosen(pd.read_csv(ROOT / RESULTS / "arena" / "runs.csv"))
+        only = " ".join(f"--only {method}-{SEED}" for method in methods)
+        yield f"python tools/sweep.py {GRID} {given} --jobs {jobs} {only}"
         yield f"python docs/lab/arena.py {GRID} {given} --out {RESULTS}/arena_{part} --jobs {jobs}"
     if part == "page":
         folders = " ".join(f"{RESULTS}/{name}" for name in ("arena", "arena_prose", "arena_latex"))
         for name in ("arena_claims", "arena_texts", "arena_page"):
             yield f"python docs/lab/{name}.py {folders}"
+        if all(
+            (ROOT / path).exists() for text in ("prose", "latex") for path in texts_of_part(text)
+        ):
+            yield "python docs/lab/arena_text_sizes.py"
         yield "python docs/lab/lab_tables.py"
 
 
@@ -87,7 +123,7 @@ def variables_of(text: str) -> dict[str, str]:
     return {
         "runs": f"runs/arena_{text}",
         "data": PREPARED.format(text),
-        "vocab": f"data/stand_in/{text}.json",
+        "vocab": VOCABULARY.format(text),
         "split": "80,5,15",
     }
 

@@ -126,7 +126,7 @@ def test_percentages_on_prose():
     assert {f"{x:.0f}" for x in alibi} == {"7"} and "`alibi` is 7% above it at every" in text
     assert {f"{x:.0f}" for x in power} == {"-3"} and "`kerple_power` 3% below it" in text
     assert rotary[[128, 256]].abs().max() < 1 and f"{rotary[1024]:.0f}% above it at 1,024" in text
-    said = f"On the shared seeds, `rpe` is {-rpe[128]:.1f}% below it at 128 and"
+    said = f"On the seeds that both have, `rpe` is {-rpe[128]:.1f}% below it at 128 and"
     assert f"{said} {rpe[8192]:.1f}% above at 8,192" in text
     rotary = 100 * (mean.loc["rotary"] / mean.loc["rotary", 128] - 1)
     assert f"{rotary[512]:.0f}% worse at 512, and {rotary[2048]:.0f}% worse at 2,048" in text
@@ -146,7 +146,7 @@ def test_percentages_on_latex_and_on_all_texts():
     assert mean.loc["kerple_log"].idxmin() == 1024 and mean.loc["alibi"].is_monotonic_decreasing
     assert f"{alibi[128]:.1f}% above `kerple_log` at 128, and {alibi[8192]:.1f}% at 8,192" in text
     assert f"{-power.max():.1f}% to {-power.min():.1f}% below `kerple_log`" in text
-    said = f"On the shared seeds, `rpe` is {-rpe[128]:.1f}% below it at 128 and"
+    said = f"On the seeds that both have, `rpe` is {-rpe[128]:.1f}% below it at 128 and"
     assert f"{said} {rpe[8192]:.0f}% above at 8,192" in text
     rotary = 100 * (mean.loc["rotary"] / mean.loc["rotary", 128] - 1)
     assert f"{rotary[512]:.0f}% worse at 512, and {rotary[2048]:.0f}% worse at 2,048" in text

@@ -108,7 +108,7 @@ def test_the_suite(monkeypatch):
     more = pd.read_csv(RESULTS / "suite_planted_more_text.csv")["right"]
     assert (more == "yes").all()
     told_of_planted = f"Of {count} answers, none is false, but {missed} report too little; with"
-    says("evaluation", told, f"{told_of_planted} more text, all are right")
+    says("evaluation", told, f"{told_of_planted} more text, all {len(more)} are right")
     verdict = json.loads((ROOT / "docs/quickstart/suite/report.json").read_text())["verdict"][0]
     says("evaluation", f'such as "{verdict.partition(":")[0]}"')
 

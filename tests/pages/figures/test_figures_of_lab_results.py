@@ -72,8 +72,8 @@ def test_the_quickstart():
         f"falls with the length: at {long:,} it is",
         f"% below that at {w}. Nearly",
         f"[Attention beyond {w} tokens](#does-far-text-help) lowers the loss by {twin.value:.3f}"
-        f" nats; by the stricter measure, exactly {w} tokens of context, the gain is unclear ("
-        f"{exact.value:.4f} [{exact.low:.4f}, {exact.high:.4f}]).",
+        f" nats; by the other measure, a comparison with exactly {w} tokens of context, the gain is"
+        f" unclear ({exact.value:.4f} [{exact.low:.4f}, {exact.high:.4f}]).",
         f"lowest perplexity from {gated[0]} on. `rotary + kerple_log` is the lowest at {w} and",
         f"below `kerple_log` up to {below[-1]}, and rises by",
         f"% from there to {long:,}. It ran",

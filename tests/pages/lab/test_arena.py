@@ -166,7 +166,7 @@ class Hyperbola(PositionalEmbedding):  # b(d) = -a d / (1 + p d)
 """
 
 
-def test_an_outsiders_method_is_entered_in_ten_minutes(tmp_path):
+def test_one_file_and_one_line_enter_an_outsiders_method(tmp_path):
     start, checkout = time.monotonic(), tmp_path / "checkout"
     for name in ("megatron", "tools", "configs", "docs/lab"):
         ignored = shutil.ignore_patterns("__pycache__")

@@ -126,8 +126,10 @@ def changed(grid: Path, runs: Path, capsys) -> None:
     assert sweep.main([str(grid), "--only", "rotary-2"]) == 0
     assert "rotary-2: resumes" in capsys.readouterr().out and len(rows(runs / "rotary-2")) == 30
     assert pd.read_csv(runs / "rotary-2" / "extrapolation.csv")["length"].to_list() == [16, 24]
-    assert sweep.main([str(grid), "--list", "--only", "rotary-1"]) == 0
-    assert "cut off: eval_lengths: [16, 32] -> [16, 24]" in capsys.readouterr().out
+    only = ("--only", "rotary-1", "--only", "*y-2")
+    assert sweep.main([str(grid), "--list", *only]) == 0
+    out = capsys.readouterr().out
+    assert "cut off: eval_lengths: [16, 32] -> [16, 24]" in out and "2 cells in" in out
     grid.write_text(old.replace("train_iters: 30", "train_iters: 2"))
     assert sweep.main([str(grid)]) == 1
     out = capsys.readouterr().out
