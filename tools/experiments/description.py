@@ -3,7 +3,7 @@
 A grid file describes a set of training runs.
 """
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -110,7 +110,7 @@ class Description(_Strict):
     rows: str = ""
     compare: str = ""
     alpha: float = Field(0.05, gt=0, lt=1)
-    endpoints: dict[str, Endpoint | list[Endpoint]] = {}
+    endpoints: dict[str, Endpoint | Annotated[list[Endpoint], Field(min_length=1)]] = {}
     paper: Paper | None = None
 
 

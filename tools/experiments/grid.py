@@ -230,6 +230,8 @@ def _endpoint_faults(about: Description, endpoint: Endpoint) -> Iterator[str]:
         yield f"by: nothing is {endpoint.by:g}% below a positive number or a share"
     lengths = [*map(str, about.lengths)]
     one, other = sides(endpoint)
+    if one == other:
+        yield "than: is the same as `of`; name what differs"
     given = [(one, lengths), (other, [*lengths, BEST])]
     if endpoint.relative_to:
         given += [(side | endpoint.relative_to, lengths) for side in (one, other)]

@@ -155,7 +155,8 @@ def write(
     out.mkdir(parents=True, exist_ok=True)
     latex = []
     for each in found:
-        text = each.table.to_latex(index=False, escape=True, caption=f"{each.title}: {each.note}.")
+        caption = f"{each.title}: {each.note}.".replace("_", r"\_")  # `escape` is for cells
+        text = each.table.to_latex(index=False, escape=True, caption=caption)
         for sign, command in _LATEX.items():
             text = text.replace(sign, command)
         latex.append(text)

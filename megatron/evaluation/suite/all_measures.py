@@ -73,8 +73,8 @@ def run_suite(
         facts: dict[str, Any] = {
             "checkpoint": str(run.saved.path),
             "text": f"{chosen.eval_split} of {text.shards.prefix}",
-            "sequences": f"{len(sample.documents)} of {sample.longest:,} tokens, out of "
-            f"{len(np.unique(sample.documents))} documents that are long enough",
+            "sequences": f"{len(sample.documents)} of {sample.longest:,} tokens, from "
+            f"{len(np.unique(sample.documents))} different documents",
         }
         about = measured_with(config, run.saved.step, "eval_suite_tokens")
         report = Report(title, about, facts | about, verdict(measures), measures)

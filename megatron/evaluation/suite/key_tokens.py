@@ -41,7 +41,7 @@ def key_tokens(
         found = estimate(totals, counts, sample.documents)
         also = {"tokens": int(counts.sum()), "share": float(is_key.mean())}
         rows.append(Row({"model": model}, found.perplexity, also))
-    says = f"No token gains more than {KEY_GAIN:g} nats from context beyond the training length"
+    says = f"No token with a loss below {KEY_LOSS:g} nats gains over {KEY_GAIN:g} from far text"
     if counts.sum():
         full, twin = told_apart(*(row.estimate.value for row in rows))
         says = (

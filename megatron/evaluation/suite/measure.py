@@ -142,8 +142,9 @@ def read_sample(
         DataError: Fewer than 2 different documents are long enough.
     """
     # Shorter documents are left out, because a sequence across the end of a document would contain
-    # unrelated text. If there are few documents, several sequences are cut out of each. At least 16
-    # sequences are read if the documents contain that many.
+    # unrelated text. So are sequences with such an end inside. If there are few documents,
+    # several sequences are cut out of each. At least 16 sequences are read if the documents contain
+    # that many.
     size, rng = lengths[-1] + 1, np.random.default_rng(0)
     begins = shards.pointers[slice(*documents)] // shards.dtype.itemsize
     texts = [(int(b), int(n)) for b, n in zip(begins, shards.sizes[slice(*documents)], strict=True)]
@@ -153,8 +154,8 @@ def read_sample(
         longest = max((n for _, n in texts), default=0)
         raise DataError(
             f"{len(whole)} of {len(texts)} documents have the {size} tokens that --suite needs, "
-            f"and it needs 2 of them (the longest has {longest}); give shorter --lengths, or give "
-            "the split more of `split`"
+            f"and it needs 2 of them (the longest has {longest}); give shorter --lengths, the "
+            "split more of `split`, or the text as more documents (one a file or a line)"
         )
     wanted = max(16, tokens // size)
     chosen = sorted(rng.permutation(list(whole))[:wanted].tolist())
@@ -168,8 +169,11 @@ def read_sample(
         room = length // count - size
         for part in range(count):
             start = begin + part * (length // count) + int(rng.integers(room + 1))
-            rows.append(np.asarray(shards.tokens[start : start + size], np.int64))
-            owners.append(owner)
+            if eod not in (row := np.asarray(shards.tokens[start : start + size], np.int64)):
+                rows.append(row)
+                owners.append(owner)
+    if not rows:
+        raise DataError(f"all long documents contain {eod}, the end of a document; split them")
     sample = Sample(np.stack(rows), np.array(owners), train_length, lengths, tokens)
     return copies_as_one(sample)
 
@@ -185,10 +189,9 @@ def copies_as_one(sample: Sample) -> Sample:
     numbers = distinct_documents(sample.sequences_nT, sample.documents)
     first = np.unique(numbers, return_index=True)[1]
     if len(first) < 2:
-        text = (
-            f"all documents with {sample.longest + 1} tokens repeat each other, and --suite needs"
-        )
-        raise DataError(f"{text} 2 different ones; give the split more of `split`")
+        raise DataError(
+            f"all documents with {sample.longest + 1} tokens repeat each other or have an end in "
+            "them, and --suite needs 2 different ones; give the split more of `split`")  # fmt: skip
     order = np.argsort(numbers, kind="stable")
     documents = sample.documents[first[numbers[order]]]
     return replace(sample, sequences_nT=sample.sequences_nT[order], documents=documents)
@@ -215,8 +218,7 @@ def distinct_documents(sequences_nT: np.ndarray, documents: np.ndarray) -> np.nd
     alike = 2 * shared.data >= np.minimum(runs[shared.row], runs[shared.col])
     numbers = np.unique(documents, return_inverse=True)[1]
     ends = numbers[shared.row[alike]], numbers[shared.col[alike]]
-    size = numbers.max() + 1
-    graph = sparse.coo_matrix((np.ones(len(ends[0])), ends), shape=(size, size))
+    graph = sparse.coo_matrix((np.ones(len(ends[0])), ends), shape=(numbers.max() + 1,) * 2)
     return connected_components(graph, directed=False)[1][numbers]
 
 

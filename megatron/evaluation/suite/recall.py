@@ -206,6 +206,8 @@ def by_depth(subject: Subject, sample: Sample, name: str, title: str, draw: Draw
     rows = ask(subject, sample, cells)
     found, asked = found_cells(rows), {(row.at["length"], row.at["depth"]) for row in rows}
     says = f"{title}: no answer is surely predicted better because it occurs in the text."
+    if not rows:
+        says = f"{title}: not measured. No text has room, or no answer differs from its reverse."
     if found:
         best = max(found, key=lambda row: row.estimate.value)
         before, after = told_apart(best.also["control_probability"], best.also["probability"])

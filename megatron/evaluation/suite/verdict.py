@@ -16,8 +16,8 @@ def verdict(measures: list[Measure]) -> list[str]:
     field, rows = found["receptive_field"].answer, found["receptive_field"].rows
     if field == "unclear":
         documents = rows[-1].estimate.documents
-        return [f"No verdict: {documents} documents are long enough, and intervals need {FEWEST}."]
-    longest, seen = rows[-1].at["context"], "no longer context is clearly better"
+        return [f"No verdict: {documents} documents were read, and intervals need {FEWEST}."]
+    longest, seen = rows[-1].at["context"], "for the last tokens, no longer one is clearly better"
     lines = [f"The context is used up to {field:,} tokens: {seen}."]
     if field == 1:
         lines = [f"No use of context beyond the last token is seen: {seen}."]
@@ -49,6 +49,7 @@ def far_text(found: dict[str, Measure]) -> str:
     # The answer is that of the measure `exact_context`. If the measure `windowed_twin` has the
     # opposite answer, return "unclear". `windowed_twin` alone is no evidence, because its window
     # also hides the first token. Many models need this token as an attention sink, whatever the
-    # text is.
+    # text is. If neither `windowed_twin` nor `far_swap` sees an effect, only positions differ.
     exact, twin = found["exact_context"].answer, found["windowed_twin"].answer
-    return "unclear" if {exact, twin} == {"helps", "harms"} else exact
+    unseen = exact != "nothing" and twin == "nothing" and found["far_swap"].answer == "no"
+    return "unclear" if unseen or {exact, twin} == {"helps", "harms"} else exact

@@ -15,7 +15,7 @@ from megatron.evaluation.suite import (
 )
 from megatron.evaluation.suite.intervals import FEWEST, Estimate, mean_of
 from megatron.evaluation.suite.measure import Measure, Row, Sample, Subject
-from megatron.evaluation.suite.verdict import verdict
+from megatron.evaluation.suite.verdict import far_text, verdict
 from megatron.parallel.groups import build_groups
 
 CPU = build_groups(torch.device("cpu"))
@@ -116,14 +116,14 @@ def measures_of(rows, far=(), **others):
     return found
 
 
+SEEN = "for the last tokens, no longer one is clearly better."
+
+
 @pytest.mark.parametrize(
     ("worse", "first"),
     [
-        (
-            (),
-            "No use of context beyond the last token is seen: no longer context is clearly better.",
-        ),
-        ((1,), "The context is used up to 8 tokens: no longer context is clearly better."),
+        ((), f"No use of context beyond the last token is seen: {SEEN}"),
+        ((1,), f"The context is used up to 8 tokens: {SEEN}"),
         ((1, 8), "The context is used up to 64 tokens, the longest measured."),
     ],
 )
@@ -145,7 +145,7 @@ def test_few_documents_give_no_verdict(documents):
     sample = replace(SAMPLE, sequences_nT=text, documents=np.arange(documents))
     field = context.receptive_field(subject(position_of_target), sample, noise[:documents])
     assert field.answer == "unclear" and field.says.endswith("there are too few documents.")
-    told = f"No verdict: {documents} documents are long enough, and intervals need {FEWEST}."
+    told = f"No verdict: {documents} documents were read, and intervals need {FEWEST}."
     assert verdict(measures_of(field.rows, copy="It copies.")) == [told]
 
 
@@ -213,6 +213,24 @@ def test_gains_over_the_twin_and_of_the_far_text(twin, effect, swapped):
     [row] = (found := context.far_swap(model, SAMPLE, full_nT)).rows
     assert row.at == {"kept": 32} and row.estimate == same(twin - 1.0)
     assert found.says.endswith(f"last 16 tokens changes by {row.estimate} nats: {swapped}.")
+
+
+@pytest.mark.parametrize(
+    ("exact", "twin", "swap", "answer"),
+    [
+        ("helps", "nothing", "no", "unclear"),
+        ("harms", "nothing", "no", "unclear"),
+        ("nothing", "nothing", "no", "nothing"),
+        ("helps", "nothing", "yes", "helps"),
+        ("helps", "unclear", "no", "helps"),
+        ("harms", "harms", "no", "harms"),
+        ("helps", "harms", "yes", "unclear"),
+    ],
+)
+def test_other_positions_alone_are_no_far_text(exact, twin, swap, answer):
+    answers = {"exact_context": exact, "windowed_twin": twin, "far_swap": swap}
+    found = {name: Measure(name, "", "", "", [], given) for name, given in answers.items()}
+    assert far_text(found) == answer
 
 
 def test_far_text_needs_one_token_and_another_document():

@@ -43,6 +43,24 @@ def test_copies_of_a_document_are_one_document_and_are_not_swapped_with_each_oth
     assert set(short.documents) == {0, 1, 3}
 
 
+def test_no_sequence_has_the_end_of_a_document_inside(tmp_path):
+    """Packed samples of a fixed length, and a text in which the end's text stands."""
+    rng = np.random.default_rng(0)
+    documents = rng.integers(9, 60000, (6, 205))
+    packed = documents.copy()
+    packed[:, 100] = READ["eod"]
+    shards = write_documents(tmp_path / "t", [*packed[:2], *documents[2:]])
+    assert {*read_sample(shards, (0, 6), (100, 200), **READ).documents} == {2, 3, 4, 5}
+    parts = read_sample(shards, (0, 6), (50,), **READ | {"tokens": 6 * 4 * 51})
+    assert {*parts.documents} == {*range(6)} and (parts.sequences_nT != READ["eod"]).all()
+    shards = write_documents(tmp_path / "p", packed)
+    with pytest.raises(DataError, match="all long documents contain 65000, the end of a document"):
+        read_sample(shards, (0, 6), (100, 200), **READ)
+    shards = write_documents(tmp_path / "q", [*packed, documents[0]])
+    with pytest.raises(DataError, match="repeat each other or have an end in them, and --suite"):
+        read_sample(shards, (0, 7), (100, 200), **READ)
+
+
 def test_copies_of_a_single_document_are_refused(tmp_path):
     shards = write_documents(tmp_path / "t", [np.arange(300)] * 20)
     with pytest.raises(DataError, match="all documents with 201 tokens repeat each other"):

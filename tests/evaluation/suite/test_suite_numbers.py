@@ -222,7 +222,7 @@ def test_the_title_and_the_facts(tmp_path, monkeypatch, capsys, scale, stretched
     report = all_measures.run_suite(config, tmp_path / "run")
     assert report.title == f"alibi, trained at 16 tokens{stretched}"
     assert report.facts["text"] == f"valid of {tmp_path}/t"
-    assert report.facts["sequences"] == "3 of 32 tokens, out of 3 documents that are long enough"
+    assert report.facts["sequences"] == "3 of 32 tokens, from 3 different documents"
     assert (report.facts["step"], report.facts["checkpoint"]) == (70, "a/checkpoint")
     folder = tmp_path / "run" / "suite"
     assert capsys.readouterr().out.splitlines() == [

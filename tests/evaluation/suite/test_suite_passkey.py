@@ -21,3 +21,16 @@ def test_no_token_that_begins_documents_stands_inside_a_text(tmp_path):
     found = set(np.concatenate([text.ravel() for text in read]).tolist())
     assert {*tokenizer.encode("\nThe pass key is").tolist(), 1000} <= found
     assert tokenizer.begin and not found & {*tokenizer.begin, tokenizer.eod}
+
+
+def test_a_tokenizer_without_digits_has_no_passkey():
+    """The answer is a single unknown token, so it is equal to its reverse."""
+    tokenizer = SimpleNamespace(encode=lambda text: np.full(len(text.split()), 7), begin=[])
+    texts = np.arange(4 * 257).reshape(4, 257)
+    subject = SimpleNamespace(losses=lambda texts: 0.0 * texts[:, 1:])
+    sample = Sample(texts, np.arange(4), 32, (128, 256), 4096)
+    found = recall.passkey(subject, sample, tokenizer)
+    assert found.rows == [] and found.answer == []
+    assert found.says == (
+        "Passkey: not measured. No text has room, or no answer differs from its reverse."
+    )

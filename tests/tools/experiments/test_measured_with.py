@@ -212,6 +212,20 @@ def test_faults_of_a_reference(tmp_path, capsys, start, text):
     assert text in capsys.readouterr().err
 
 
+def test_a_claim_compares_two_sides(tmp_path, capsys):
+    """One mistyped side would make any two values equal."""
+    claim = {"claim": "equal", "of": {"embedding": "kerple_log", "length": 32}, "by": 1}
+    for given, text in (
+        (claim | {"than": {"embedding": "kerple_log"}}, "P: than: is the same as `of`"),
+        ([claim | {"than": {}}], "P: than: is the same as `of`"),
+        ([], "at least 1 item"),
+    ):
+        with pytest.raises(SystemExit):
+            grid = write_grid(tmp_path, "unread", endpoints={"P": given})
+            sweep.main([str(grid), "--list"])
+        assert text in capsys.readouterr().err
+
+
 def test_a_table_says_which_curves_it_leaves_out(grid):
     suite = grid.parent / "runs" / "kerple_log-1" / "suite"
     suite.mkdir()

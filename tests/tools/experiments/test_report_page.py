@@ -42,6 +42,15 @@ def test_run_folders_are_tabulated_without_a_grid(tmp_path, capsys):
     assert r"rotary & 2 & 10.00 $\pm$ 1.41 & 20.00 $\pm$ 2.83 \\" in latex
 
 
+def test_names_with_underscores_can_be_set_by_latex(tmp_path):
+    lines = pd.DataFrame({"pos_emb": ["kerple_log"], "64": ["10.00"]})
+    section = grid_report.Section("small_copy", lines, "differs from kerple_log", lines)
+    grid_report.write(tmp_path, HEAD, [section], [], [], {})
+    latex = (tmp_path / "tables.tex").read_text()
+    assert r"\caption{small\_copy: differs from kerple\_log.}" in latex
+    assert re.search(r"(?<!\\)_", latex) is None
+
+
 def test_runs_whose_folders_have_the_same_last_name_are_rows_of_their_own(
     tmp_path, capsys, monkeypatch
 ):
