@@ -45,7 +45,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parts = [part for part in PARTS if part in given.only]
     missing = [path for part in parts for path in texts_of_part(part) if not (ROOT / path).exists()]
     if missing and not given.list:
-        print(f"{ROOT / missing[0]} is missing: docs/lab/measurements.md has the commands that make it")
+        print(f"{ROOT / missing[0]} is missing: docs/lab/measurements.md says how to make it")
         return 1
     failed = 0
     for part in parts:
