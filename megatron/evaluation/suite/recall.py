@@ -195,8 +195,7 @@ def by_depth(subject: Subject, sample: Sample, name: str, title: str, draw: Draw
         title: The title of the measure in the report.
         draw: A function that draws a random puzzle.
     """
-    # The lengths are the shortest, a middle and the longest of `sample.lengths`. The places are
-    # `DEPTHS`. A place counts as found if the loss is surely lower than in every control text.
+    # The lengths are the shortest, a middle and the longest of `sample.lengths`.
     lengths = (sample.lengths[0], sample.lengths[len(sample.lengths) // 2], sample.longest)
     cells = [
         Cell({"length": length, "depth": depth}, draw, depth)
@@ -230,7 +229,6 @@ def found_cells(rows: list[Row]) -> list[Row]:
     Args:
         rows: The rows of all experiments. An experiment has one row for each control text.
     """
-    # It is the row whose interval has the lowest start.
     cells = groupby(rows, lambda row: [row.at[name] for name in row.at if name != "control"])
     gains = (min(cell, key=lambda row: row.estimate.low) for _, cell in cells)
     return [row for row in gains if row.also["found"] == "gain"]
