@@ -17,7 +17,7 @@ def verdict(measures: list[Measure]) -> list[str]:
     if field == "unclear":
         documents = rows[-1].estimate.documents
         return [f"No verdict: {documents} documents were read, and intervals need {FEWEST}."]
-    longest, seen = rows[-1].at["context"], "for the last tokens, no longer one is clearly better"
+    longest, seen = rows[-1].at["context"], "no longer context clearly helps the last tokens"
     lines = [f"The context is used up to {field:,} tokens: {seen}."]
     if field == 1:
         lines = [f"No use of context beyond the last token is seen: {seen}."]

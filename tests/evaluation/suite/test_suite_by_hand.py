@@ -116,7 +116,7 @@ def measures_of(rows, far=(), **others):
     return found
 
 
-SEEN = "for the last tokens, no longer one is clearly better."
+SEEN = "no longer context clearly helps the last tokens."
 
 
 @pytest.mark.parametrize(
