@@ -127,9 +127,7 @@ def test_on_an_untrained_model_no_context_is_used():
 
 def test_on_a_model_limited_to_a_window_it_finds_the_window():
     found, lines = measured(induction_model(WINDOW))
-    assert lines[0].startswith(
-        "The context is used up to 16 tokens: no longer context clearly"
-    )
+    assert lines[0].startswith("The context is used up to 16 tokens: no longer context clearly")
     for name in ("far_swap", "windowed_twin"):
         assert all(abs(row.estimate.value) < 1e-6 for row in found[name].rows)
     gains = {row.at["distance"]: row.estimate.value for row in found["induction"].rows}
