@@ -43,7 +43,6 @@ def sizes(name: str) -> dict[str, Any]:
     (start, end), _, test = text.splits
     shards, lengths = text.shards, tuple(sorted(config.evaluation.eval_lengths))
     train = slice(start, end)
-    tokens = int(shards.sizes[train].sum())
     begins = shards.pointers[train] // shards.dtype.itemsize
     trained = np.concatenate(
         [shards.tokens[b : b + n] for b, n in zip(begins, shards.sizes[train], strict=True)]
@@ -58,8 +57,8 @@ def sizes(name: str) -> dict[str, Any]:
     return {
         "text": name,
         "documents": len(shards.sizes),
-        "tokens of the training split": f"{tokens:,}",
-        "passes": f"{read / tokens:.2f}",
+        "tokens of the training split": f"{len(trained):,}",
+        "passes": f"{read / len(trained):.2f}",
         "bytes in a token": f"{tokenizer.token_bytes(trained).mean():.2f}",
         "long test documents": int((shards.sizes[slice(*test)] > lengths[-1]).sum()),
         "measured": len(np.unique(sample.documents)),
@@ -72,10 +71,7 @@ def runs(tokens_nT: np.ndarray) -> np.ndarray:
     """Return a hash of each run of `REPEATED` tokens, [n, T - REPEATED + 1]."""
     factors = np.random.default_rng(0).integers(1 << 62, size=REPEATED)
     wide = np.asarray(tokens_nT, np.int64)
-    hashes = np.zeros((len(wide), wide.shape[1] - REPEATED + 1), np.int64)
-    for place, factor in enumerate(factors):
-        hashes += wide[:, place : place + hashes.shape[1]] * factor
-    return hashes
+    return np.lib.stride_tricks.sliding_window_view(wide, REPEATED, axis=1) @ factors
 
 
 if __name__ == "__main__":

@@ -7,8 +7,8 @@ The parts are `rates` (the search of the learning rates), `code` (72 runs), `pro
 runs each), `tasks` (96 runs on length tasks) and `page` (tables and pictures of the page). The
 corpora of prose and LaTeX must be prepared first (measurements.md says how). Each command of a part
 continues what an earlier call of it has begun, so give the same command again after a stop. Runs
-that fail are named, and the others are measured; the exit code is then 1. The results in
-docs/results are written over: `git diff` shows what has changed.
+that fail are named, and the others are measured; the exit code is then 1. The script overwrites
+the results in docs/results, and `git diff` shows the changes.
 
 The rates that were found are in arena.yml. The methods for prose and LaTeX are chosen by the runs
 on code. No part writes the tables of rates and scores in plan_arena.md, or again.csv.
@@ -43,9 +43,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--stale", choices=("rerun", "keep"), help="as in tools/sweep.py")
     given = parser.parse_args(arguments)
     parts = [part for part in PARTS if part in given.only]
-    missing = [path for part in parts for path in texts_of_part(part) if not (ROOT / path).exists()]
+    missing = missing_texts(parts)
     if missing and not given.list:
-        print(f"{ROOT / missing[0]} is missing: docs/lab/measurements.md says how to make it")
+        print(f"{missing[0]} is missing: docs/lab/measurements.md says how to make it")
         return 1
     failed = 0
     for part in parts:
@@ -78,11 +78,11 @@ def run(command: str) -> int:
     return 128 - code if code < 0 else code
 
 
-def texts_of_part(part: str) -> list[str]:
-    """Return the files that must be prepared before a part."""
-    if part not in ("prose", "latex"):
-        return []
-    return [f"{PREPARED.format(part)}.idx", VOCABULARY.format(part)]
+def missing_texts(parts: Sequence[str]) -> list[Path]:
+    """Return the files of prose and LaTeX that some parts need and that are not prepared."""
+    texts = [part for part in parts if part in ("prose", "latex")]
+    files = [ROOT / each.format(text) for text in texts for each in (f"{PREPARED}.idx", VOCABULARY)]
+    return [file for file in files if not file.exists()]
 
 
 def commands(part: str, jobs: int) -> Iterator[str]:
@@ -109,9 +109,7 @@ def commands(part: str, jobs: int) -> Iterator[str]:
         folders = " ".join(f"{RESULTS}/{name}" for name in ("arena", "arena_prose", "arena_latex"))
         for name in ("arena_claims", "arena_texts", "arena_page"):
             yield f"python docs/lab/{name}.py {folders}"
-        if all(
-            (ROOT / path).exists() for text in ("prose", "latex") for path in texts_of_part(text)
-        ):
+        if not missing_texts(("prose", "latex")):
             yield "python docs/lab/arena_text_sizes.py"
         yield "python docs/lab/lab_tables.py"
 
