@@ -132,13 +132,9 @@ def join() -> None:
     if found:
         address, port = _meeting_point(found, _job_of(found))
         os.environ.update(
-            KERPLE_JOB=_job_of(found),
-            RANK=str(found.rank),
-            WORLD_SIZE=str(found.size),
-            LOCAL_RANK=str(found.local_rank),
-            MASTER_ADDR=address,
-            MASTER_PORT=port,
-        )
+            KERPLE_JOB=_job_of(found), RANK=str(found.rank), WORLD_SIZE=str(found.size),
+            LOCAL_RANK=str(found.local_rank), MASTER_ADDR=address, MASTER_PORT=port,
+        )  # fmt: skip
 
 
 def launcher_has_ended() -> bool:

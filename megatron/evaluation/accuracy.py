@@ -81,14 +81,10 @@ def accuracy_at(
     right, asked = int((wrong == 0).sum()), int((rows >= 0).sum())
     interval = binomtest(right, count).proportion_ci(method="wilson")
     return Accuracy(
-        length=length,
-        times_train=length / task.max_length,
-        examples=count,
-        exact=right / count,
-        exact_low=float(interval.low),
-        exact_high=float(interval.high),
+        length=length, times_train=length / task.max_length, examples=count, exact=right / count,
+        exact_low=float(interval.low), exact_high=float(interval.high),
         token=(asked - int(wrong.sum())) / asked,
-    )
+    )  # fmt: skip
 
 
 def evaluate_task(

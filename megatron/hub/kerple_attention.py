@@ -57,15 +57,10 @@ def kerple_attention(
     pos = _embedding(module)
     positions_BT = call.positions() if pos.reads_position else call.positions_BT
     attend = choose(
-        "auto",
-        pos,
-        device_type=query.device.type,
-        dtype=query.dtype,
-        training=torch.is_grad_enabled(),
-        head_size=query.shape[-1],
-        masked=call.masked,
+        "auto", pos, device_type=query.device.type, dtype=query.dtype,
+        training=torch.is_grad_enabled(), head_size=query.shape[-1], masked=call.masked,
         decays=pos.has("gate"),
-    )
+    )  # fmt: skip
     inputs = Call(
         query, key, value, pos, call.theta_HN, scale=scaling, query_offset=offset,
         decay_BHS=call.decay_BHS, window=call.window, positions_BT=positions_BT,

@@ -65,15 +65,11 @@ def prepare(arguments: argparse.Namespace) -> int:
     )
     print(f"Vocab size: {tokenizer.vocab_size}\nOutput prefix: {arguments.output_prefix}")
     prefixes = [f"{arguments.output_prefix}_{key}_document" for key in keys]
+    options = EncodeOptions(keys, arguments.append_eod, arguments.ftfy)
     Preparation(
-        sources,
-        prefixes,
-        tokenizer,
-        EncodeOptions(keys, arguments.append_eod, arguments.ftfy),
-        max(1, arguments.workers),
-        arguments.on_error,
+        sources, prefixes, tokenizer, options, max(1, arguments.workers), arguments.on_error,
         limits=Limits(arguments.max_document_bytes, arguments.max_expansion),
-    ).run()
+    ).run()  # fmt: skip
     return 0
 
 

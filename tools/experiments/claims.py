@@ -195,8 +195,9 @@ def _tested(name: str, endpoint: Endpoint, results: Frame) -> Verdict:
     p = p_value(a, b, endpoint.claim, margin if lower else by)
     d = a - b
     spread = stats.sem(d) * stats.t.ppf(0.975, len(d) - 1)
-    points = [float(d.mean() + sign * spread) for sign in (0, -1, 1)]
-    change, low, high = (100 * (math.expm1(x) if lower else x) for x in points)
+    points = d.mean() + spread * np.array([0, -1, 1])
+    with np.errstate(over="ignore"):  # an interval of diverged runs may have no finite end
+        change, low, high = (100 * (np.expm1(points) if lower else points)).tolist()
     return replace(verdict, seeds=len(a), change=change, low=low, high=high, p=p)
 
 

@@ -16,6 +16,11 @@ answers and are compared as differences.
 BEST = "best"
 COLUMNS = ["cell", "seed", "folder", "length", "metric", "value"]
 """The columns of a table of results. The table also has one column for each axis of the grid."""
+OTHER_COLUMNS = {
+    "seeds", "parameter", "step", "start", "end", "change", "relative", "state", "why", "seconds",
+    "host", "text_fingerprint", "megatron", "python", "torch", "deepspeed", "numpy",
+}  # fmt: skip
+"""The other columns of `cells.csv` and `theta.csv`, which have a column for each axis, too."""
 
 
 class _Strict(BaseModel):

@@ -34,6 +34,7 @@ from tools.experiments.description import (
     BEST,
     COLUMNS,
     METRICS,
+    OTHER_COLUMNS,
     Description,
     Endpoint,
     sides,
@@ -44,6 +45,7 @@ MOST_CELLS = 10_000
 """The most cells of a grid."""
 _NAME = re.compile(r"[\w.+-]+")
 _VARIABLE = re.compile(r"\{(\w+)\}")
+_KINDS = {"list[str]", "dict[str,nullable[Value]]", "Endpoint", "list[Endpoint]"}
 
 Fault = tuple[tuple[str | int, ...], str]
 
@@ -123,8 +125,11 @@ def read_grid(path: Path, given: Mapping[str, str] | None = None) -> Grid:
     try:
         about = Description.model_validate(_nested(settings))
     except ValidationError as error:
-        found = [(each["loc"], _why(each)) for each in error.errors()]
-        raise _error(path, settings, found) from None
+        # A value of the wrong kind gets an error for each kind that is allowed there. Faults inside
+        # a value of the right kind say more.
+        found = [each for each in error.errors() if each["loc"][-1] not in _KINDS] or error.errors()
+        faults = [(tuple(x for x in each["loc"] if x not in _KINDS), _why(each)) for each in found]
+        raise _error(path, settings, faults) from None
     variables = about.variables | dict(given or {})
     if faults := list(_faults(about, variables)):
         raise _error(path, settings, faults)
@@ -190,7 +195,7 @@ def _faults(about: Description, variables: Mapping[str, str]) -> Iterator[Fault]
         yield ("variables",), f"there is no {name}, which --set names; write its default here"
     known = {*about.variables, *about.axes, "seed"}
     for axis in about.axes:
-        if axis in COLUMNS:
+        if axis in [*COLUMNS, *OTHER_COLUMNS]:
             yield ("axes", axis), f"{axis} is another column of the results; rename the axis"
         if not values_of(about, axis):
             yield ("axes", axis), "has no values"
@@ -249,6 +254,8 @@ def _endpoint_faults(about: Description, endpoint: Endpoint) -> Iterator[str]:
 
 def _why(error: Mapping[str, Any]) -> str:
     """Return the message that explains `error`, one of pydantic's errors."""
+    if error["type"] == "string_type":
+        return f"{error['input']!r} is not a text; write it in quotes"
     if error["type"] != "extra_forbidden":
         return error["msg"]
     near = nearest(str(error["loc"][-1]), [*Description.model_fields, *Endpoint.model_fields])

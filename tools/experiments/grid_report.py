@@ -183,8 +183,9 @@ def change_of(verdict: Verdict) -> tuple[str, str]:
     """
     # All three numbers have the same number of decimals, at least two.
     values = verdict.change, verdict.low, verdict.high
-    shown = max(2, decimals(max(map(abs, values)), 2))
-    change, low, high = (f"{value:+.{shown}f}" for value in values)
+    largest = max(map(abs, values))
+    style = f"+.{max(2, decimals(largest, 2))}f" if largest < 1e6 else "+.3g"
+    change, low, high = (f"{value:{style}}" for value in values)
     return f"{change}{verdict.unit}", f"{low} to {high}"
 
 
@@ -241,8 +242,7 @@ def _number(value: float, like: float | None = None) -> str:
 
     If `like` is given, use the number of decimals that `like` has with four significant digits.
     """
-    like = value if like is None else like
-    return f"{value:,.{decimals(like, 4)}f}"
+    return f"{value:,.{decimals(value if like is None else like, 4)}f}"
 
 
 def page(
@@ -283,8 +283,13 @@ def _numbers(verdict: Verdict) -> str:
     """Return the numbers of a verdict as text: `-4.39%, 95% interval -5.85 to -2.92, ...`."""
     if math.isnan(verdict.p):
         return "A value is not finite." if verdict.seeds > 1 else "Too few runs have measured it."
-    change, interval = change_of(verdict)
+    (change, interval), corrected = (
+        change_of(verdict),
+        f"{verdict.holm:.2g} after Holm's correction",
+    )
+    if math.isnan(verdict.holm):
+        corrected = "not corrected: another part of the claim was not tested"
     return (
         f"{change}, 95% interval {interval}, {verdict.seeds} seeds, p = {verdict.p:.2g} "
-        f"({verdict.holm:.2g} after Holm's correction)"
+        f"({corrected})"
     )

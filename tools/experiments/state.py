@@ -249,7 +249,8 @@ def write_index(cells: Sequence[Cell], runs: Path) -> pd.DataFrame:
         rows.append(
             {"cell": cell.name, **cell.axes, "seed": cell.seed, "state": state, "why": why,
              "folder": str(cell.folder), "seconds": round(record.seconds, 1) if record else None,
-             "host": record.host if record else None, "text": record.text if record else None,
+             "host": record.host if record else None,
+             "text_fingerprint": record.text if record else None,
              **(record.code if record else {})}
         )  # fmt: skip
     table = pd.DataFrame(rows)

@@ -121,8 +121,23 @@ def test_a_claim_of_parts_is_as_weak_as_its_weakest_part():
     alone = verdicts(grid(P=parts[0], Q=parts[1]), results)
     assert alone[0].holm == pytest.approx(2 * strong.p) and alone[0].word == "holds"
     lacking = results[results["length"] == 64]
-    words = [each.word for each in verdicts(grid(P=parts), lacking)]
-    assert words == ["not tested", "not tested"]
+    tested, untested = verdicts(grid(P=parts), lacking)
+    assert tested.word == untested.word == "not tested"
+    page = grid_report.page("md", {"title": "T"}, [], [tested, untested], [])
+    first, second = page.splitlines()[-2:]
+    assert first.endswith("(not corrected: another part of the claim was not tested)")
+    assert second.endswith(". Too few runs have measured it.")
+
+
+def test_an_interval_of_diverged_runs_may_have_no_finite_end():
+    results = table("perplexity", a={64: [1e300, 1e305, 1e308]}, b={64: [9.0, 10.0, 11.0]})
+    found = one(results, claim="above", of=side("a"), than=side("b"))
+    change = 100 * (math.exp(np.log([1e300 / 9, 1e304, 1e308 / 11]).mean()) - 1)
+    assert found.change == pytest.approx(change) and found.high == math.inf
+    assert grid_report.change_of(found)[1].endswith(" to +inf")
+    results = table("perplexity", a={64: [1e9, 1e9]}, b={64: [10.0, 10.0]})
+    large = grid_report.change_of(one(results, claim="above", of=side("a"), than=side("b")))
+    assert large == ("+1e+10%", "+1e+10 to +1e+10")
 
 
 def test_differs_is_never_contradicted():
