@@ -207,6 +207,7 @@ def by_dose(table: pd.DataFrame) -> Any:
     axes.set(xlabel="steps of 2,048 tokens", ylabel="share", xscale="log")
     pictures.plain_ticks(axes.xaxis, 700, 5600)
     axes.set_xticks(sorted(set(table.dose.astype(int))))
+    axes.margins(y=0.05)
     axes.legend()
     return figure
 

@@ -30,7 +30,7 @@ def test_the_doses_of_the_second_study():
 DOSES = pd.read_csv(ROOT / "docs" / "results" / "recipe_dose" / "recipes.csv")
 
 
-@pytest.mark.parametrize("name", ["alibi", "kerple_power"])
+@pytest.mark.parametrize("name", ["alibi", "kerple_power", "rpe"])
 def test_the_doses_of_other_embeddings(name):
     doses = DOSES[DOSES.embedding == name].groupby("dose")[["gain", "share", "change"]].mean()
     page, start = ROOT / "docs/lab/plan_recipe.md", f"| steps | gain G of `{name}`"
@@ -68,6 +68,21 @@ def test_alibi_and_kerple_power_beside_kerple_log_in_the_second_study():
     assert places == [{7}, {9}] and "from seven of the nine places, `kerple_log` from all" in text
     assert {*alibi.induction} == {512} and {*log.induction} == {1024}
     assert "up to 512 tokens with `alibi` and 1,024 with `kerple_log`" in text
+
+
+def test_distant_text_harms_rpe_in_the_second_study():
+    text = one_line(ROOT / "docs" / "lab" / "plan_recipe.md")
+    runs = DOSES[DOSES.embedding == "rpe"]
+    assert len(runs) == 12 and (runs.gain_high < 0).all() and {*runs.verdict} == {"harms"}
+    assert "harms `rpe` in each of the twelve runs**: each run's interval is below 0" in text
+    by_dose = runs.groupby("dose").gain.mean()
+    assert by_dose.is_monotonic_increasing and "The harm gets smaller" in text
+    _, last, told = apart(5600, "kerple_log", "rpe")
+    told = told.replace(")", "; other rate, other machine)")
+    assert f"the gain of `kerple_log` is then larger {told}" in text
+    assert f"perplexity falls by {-last.change.mean():.0%} with the length" in text
+    assert {cell.count("[") - 1 for cell in last["copy"]} == {9} and {*last.induction} == {1024}
+    assert "copies from all of the nine places, and repeated random tokens help at" in text
 
 
 def test_the_screening_of_the_second_study():
