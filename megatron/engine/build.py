@@ -201,17 +201,10 @@ def plan_of(
         attend = attends(layer_pos, masked=window is not None or m.reset_attention_mask)
         layers.append(LayerAttention(layer_pos, attend, columns, window))
     return Plan(
-        shape=shape_of(config, vocab_size),
-        pos=pos,
-        attend=layers[0].attend,
-        seed=config.training.seed,
-        tp=tp,
-        cp=cp,
-        layers=tuple(layers),
-        documents=documents,
-        z_loss=config.training.z_loss,
-        **theta_of(config, pos),
-    )
+        shape=shape_of(config, vocab_size), pos=pos, attend=layers[0].attend,
+        seed=config.training.seed, tp=tp, cp=cp, layers=tuple(layers), documents=documents,
+        z_loss=config.training.z_loss, **theta_of(config, pos),
+    )  # fmt: skip
 
 
 def theta_of(config: Config, pos: PositionalEmbedding) -> dict[str, Any]:

@@ -100,16 +100,13 @@ def _table(
 
     cells = [("length", "x train", "sequences", "loss", "perplexity", "bits per byte")]
     for row in (*rows, *baselines.values()):
-        cells.append(
-            (
-                f"{row.length:,}",
-                f"{row.length / train_length:g}",
-                f"{row.sequences:,}",
-                _measured(row.loss, row.stderr, 4),
-                _measured(row.perplexity, row.perplexity_stderr, 3),
-                _measured(row.bits_per_byte, row.bits_per_byte_stderr, 4),
-            )
+        measured = (
+            _measured(row.loss, row.stderr, 4),
+            _measured(row.perplexity, row.perplexity_stderr, 3),
+            _measured(row.bits_per_byte, row.bits_per_byte_stderr, 4),
         )
+        times = f"{row.length / train_length:g}"
+        cells.append((f"{row.length:,}", times, f"{row.sequences:,}", *measured))
     text = (" " + pd.DataFrame(cells)).to_string(index=False, header=False)
     head, *lines = (line[1:] for line in text.splitlines())
     for number, label in enumerate(baselines):

@@ -14,8 +14,15 @@ from typing import Any
 
 import yaml
 
+from megatron.config import Config
+from megatron.config.per_layer import layers_of
 from megatron.engine.errors import HubError
+from megatron.model.shape import GPTShape
 
+# The values of a `BlockShape` that `KerpleConfig` has under the same names.
+_SAME = ("hidden_size", "norm_eps", "qk_norm", "activation", "tanh_gelu", "attention_bias")
+_SAME += ("output_gate", "mlp_bias", "gpt_j_residual", "rotary_ndims", "rotary_base", "head_size")
+_SAME += ("qk_norm_kind", "output_norms", "qkv_bias", "gpt_j_tied")
 TANH = ("gelu_pytorch_tanh", "gelu_new", "gelu_fast", "gelu_python_tanh")
 
 
@@ -75,3 +82,19 @@ def class_of(found: Mapping[str, Any]) -> HubClass:
         named, known = classes or model_type, ", ".join(each.name for each in CLASSES)
         raise HubError(f"its class is {named!r}; only {known} can be imported")
     return kind
+
+
+def shape_values(config: Config, shape: GPTShape) -> dict[str, Any]:
+    """Return the arguments of `KerpleConfig` that follow from the model's shape and windows."""
+    block, windows = shape.block, config.model.sliding_window_width
+    inside = block.norm == "rmsnorm" and block.fused_norm
+    return {name: getattr(block, name) for name in _SAME} | {
+        "num_hidden_layers": shape.num_layers,
+        "num_attention_heads": block.num_heads,
+        "num_key_value_heads": block.num_heads // block.group,
+        "intermediate_size": block.mlp_size,
+        "norm": "fused_rmsnorm" if inside else block.norm,
+        "windows": None if windows is None else layers_of(windows, shape.num_layers),
+        "position_offset": shape.position_offset,
+        "output_bias": shape.output_bias,
+    }

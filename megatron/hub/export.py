@@ -22,9 +22,10 @@ from megatron.engine.checkpoint.publish import why_not_written
 from megatron.engine.errors import HubError
 from megatron.engine.open_run import OpenRun
 from megatron.hub.bundle import bundle
+from megatron.hub.classes import shape_values
 from megatron.hub.config_keys import OWN_CLASS, OWN_KEYS, hub_config, misfits, own_keys
 from megatron.hub.model_card import model_card
-from megatron.hub.tokenizer import OtherTokensError, write_tokenizer
+from megatron.hub.tokenizer import TEMPLATE, OtherTokensError, chat_template, write_tokenizer
 from megatron.hub.weights import layout_of
 from megatron.model import GPT
 from megatron.model.theta import is_theta
@@ -48,10 +49,6 @@ AUTO_CLASSES = {
 # Maps names of weights in a checkpoint to those in our class. Others get the prefix `model.`.
 _NAMES = {"theta": "model.position_bias.theta", "output.weight": "output.weight"}
 _SHARD = "5GB"
-# The values of a `BlockShape` that `KerpleConfig` has under the same names.
-_SAME = ("hidden_size", "norm_eps", "qk_norm", "activation", "tanh_gelu", "attention_bias")
-_SAME += ("output_gate", "mlp_bias", "gpt_j_residual", "rotary_ndims", "rotary_base", "head_size")
-_SAME += ("qk_norm_kind", "output_norms", "qkv_bias", "gpt_j_tied")
 UNLIMITED = 1 << 20
 """The `max_position_embeddings` of a model without a limit. Programs never pass more tokens."""
 # The largest number of tokens in a text for which the logits of both models are compared.
@@ -105,6 +102,8 @@ def export(run: OpenRun, folder: Path, licence: str = "unknown") -> list[str]:
         hub = _own_class(run)
         _write_configs(hub, run, folder)
         write_tokenizer(run.tokenizer, folder)
+    if template := chat_template(run.config.data.vocab_file):
+        (folder / TEMPLATE).write_text(template, encoding="utf-8")
     _write_weights(hub, folder)
     card = model_card(run, own_class=bool(hub.code), licence=licence)
     (folder / "README.md").write_text(card, encoding="utf-8")
@@ -176,27 +175,17 @@ def _common(run: OpenRun) -> dict[str, Any]:
 
 def _values(config: Config, model: GPT) -> dict[str, Any]:
     """Return the arguments of `KerpleConfig` that describe the model."""
-    m, shape, block, documents = config.model, model.shape, model.shape.block, model.documents
-    inside = block.norm == "rmsnorm" and block.fused_norm
+    m, shape, documents = config.model, model.shape, model.documents
     options = {name: positional_options(m, name) for name in values_of(m.pos_emb)}
     limited = model.longest_text is not None
-    windows = m.sliding_window_width
-    return {name: getattr(block, name) for name in _SAME} | {
-        "num_hidden_layers": shape.num_layers,
-        "num_attention_heads": block.num_heads,
-        "num_key_value_heads": block.num_heads // block.group,
-        "intermediate_size": block.mlp_size,
+    return shape_values(config, shape) | {
         "max_position_embeddings": shape.max_positions if limited else UNLIMITED,
-        "norm": "fused_rmsnorm" if inside else block.norm,
         "pos_emb": layers_of(m.pos_emb, m.num_layers),
         "pos_emb_options": options,
         "theta_per_layer": m.theta_per_layer,
         "distance_scale": config.evaluation.eval_distance_scale,
-        "windows": None if windows is None else layers_of(windows, m.num_layers),
         "document_end": None if documents is None else documents.end,
         "restart_positions": documents is not None and documents.restart_positions,
-        "position_offset": shape.position_offset,
-        "output_bias": shape.output_bias,
     }
 
 

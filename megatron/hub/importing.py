@@ -4,6 +4,7 @@ RUN/config.yml              the config keys of the model, and the keys that ever
 RUN/tokenizer.json          copied from the folder, or converted from the SentencePiece model
 RUN/tokenizer.model         the SentencePiece model, copied from the folder if it exists
 RUN/tokenizer_config.json   copied from the folder if it exists
+RUN/chat_template.jinja     copied from the folder if it exists
 RUN/global_step0/           a checkpoint without the state of an optimizer
 RUN/latest                  the name of the checkpoint's folder
 """
@@ -21,10 +22,12 @@ from megatron.engine.build import positional_of, tokenizer_of
 from megatron.engine.checkpoint.publish import new_folder, write_import
 from megatron.engine.errors import HubError
 from megatron.engine.model_shape import identity_of, shape_of
-from megatron.hub.classes import class_of
+from megatron.hub.classes import class_of, shape_values
 from megatron.hub.config_keys import OWN_CLASS, fileless_tokenizer, keys_of, keys_of_export
+from megatron.hub.layers import KerpleConfig
 from megatron.hub.llama_tokenizer import write_tokenizer_json
 from megatron.hub.read import read_in, read_json, read_weights
+from megatron.hub.tokenizer import TEMPLATE
 from megatron.hub.weights import Parts, layout_of
 from megatron.model.theta import divided_theta
 from megatron.run_folder import RunFolder
@@ -62,7 +65,7 @@ def import_folder(source: Path, target: Path) -> list[str]:
             keys = keys_of_export(described) if own else keys_of(described)
         except HubError as error:
             raise HubError(f"{source / 'config.json'}: {error}") from None
-        for name in _TOKENIZER:
+        for name in (*_TOKENIZER, TEMPLATE):
             if (source / name).is_file():
                 (folder / name).write_bytes(read_in(source, name))
         keys |= _tokenizer_keys(described, folder, target)
@@ -71,6 +74,14 @@ def import_folder(source: Path, target: Path) -> list[str]:
         shape, tokenizer = shape_of(config, rows), None
         if "tokenizer_type" in keys:
             tokenizer = _tokenizer_in(source, folder, config, rows)
+        if own:
+            found = KerpleConfig().to_dict() | described  # transformers writes no default value
+            ours = shape_values(config, shape) | {"tie_word_embeddings": shape.tie_weights}
+            if changed := [key for key, value in ours.items() if found[key] != value]:
+                raise HubError(
+                    f"{source / 'config.json'}: changed since the export: {', '.join(changed)}; "
+                    "change the keys under kerple_neox in the same way"
+                )
         kind, pos = None if own else class_of(described), positional_of(config)
         layout, name = layout_of(kind, shape, pos), kind.name if kind else OWN_CLASS
         if own and pos.parameters:

@@ -30,16 +30,10 @@ def model_card(run: OpenRun, *, own_class: bool, licence: str) -> str:
         _TEMPLATE,
         {"formula": _formula, "number": "{:,}".format},
         terms={term.name: term for term in run.model.pos.terms},
-        count=sum(weight.numel() for weight in run.model.parameters()),
-        shape=run.model.shape,
-        trained=run.config.model.seq_length,
-        recipe=_recipe(run),
-        results=results,
-        verdict=verdict,
-        own_class=own_class,
-        longest=run.model.longest_text,
-        licence=licence,
-    )
+        count=sum(weight.numel() for weight in run.model.parameters()), shape=run.model.shape,
+        trained=run.config.model.seq_length, recipe=_recipe(run), results=results, verdict=verdict,
+        own_class=own_class, longest=run.model.longest_text, licence=licence,
+    )  # fmt: skip
 
 
 def _formula(term: Any) -> str:

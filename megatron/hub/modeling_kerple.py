@@ -65,6 +65,7 @@ class KerpleForCausalLM(KerplePreTrainedModel, GenerationMixin):
         above: Any = super()
         inputs = above.prepare_inputs_for_generation(*args, inputs_embeds=inputs_embeds, **kwargs)
         inputs.pop("cache_position", None)  # of transformers 4, and it follows from the cache
+        inputs.pop("tokenizer", None)  # of `stop_strings`, which `generate` itself reads
         return inputs
 
     @can_return_tuple

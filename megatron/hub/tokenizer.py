@@ -15,6 +15,9 @@ from megatron.data.tokenizers.byte_level import ByteLevelTokenizer
 from megatron.data.tokenizers.fast_bpe import DIFFICULT_TEXTS, byte_of_symbol
 from megatron.engine.errors import HubError
 
+TEMPLATE = "chat_template.jinja"
+"""The name of the file with a tokenizer's chat template."""
+
 
 class OtherTokensError(HubError):
     """transformers loads another tokenizer from an export."""
@@ -56,6 +59,18 @@ def write_tokenizer(tokenizer: Tokenizer, folder: Path) -> None:
     (folder / "tokenizer.json").write_text(backend.to_str(pretty=True), encoding="utf-8")
     (folder / "tokenizer_config.json").write_text(json.dumps(described, indent=2) + "\n")
     _check(tokenizer, folder)
+
+
+def chat_template(vocab_file: str | None) -> str | None:
+    """Return the chat template beside a tokenizer.json, or None if there is none."""
+    if vocab_file is None:
+        return None
+    file, described = (Path(vocab_file).with_name(x) for x in (TEMPLATE, "tokenizer_config.json"))
+    if file.is_file():
+        return file.read_text(encoding="utf-8")
+    found = json.loads(described.read_bytes()) if described.is_file() else {}
+    template = found.get("chat_template")  # earlier versions of transformers wrote it here
+    return template if isinstance(template, str) else None
 
 
 def _of_bytes(tokenizer: ByteLevelTokenizer) -> tuple[tokenizers.Tokenizer, str]:

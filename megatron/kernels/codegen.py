@@ -87,13 +87,9 @@ def device_functions(
         terms.append(writer.tile(term))
     source = writer.source([y, slope, *inner], terms, factors, terms_of)
     return DeviceFunctions(
-        **compiled(name, source),
-        num_theta=len(terms),
-        weighted=formula.weight is not None,
-        source=source,
-        layer=layer,
-        reads_position=b.has(i) or w.has(i),
-    )
+        **compiled(name, source), num_theta=len(terms), weighted=formula.weight is not None,
+        source=source, layer=layer, reads_position=b.has(i) or w.has(i),
+    )  # fmt: skip
 
 
 class Writer:

@@ -81,14 +81,10 @@ class GPT(nn.Module):
             result = gather_from(self._logits(x_BTD[:, first:]), self.logits_tp, -1)
         else:
             result = losses_in_pieces(
-                self._logits,
-                x_BTD,
-                self.split.context_slice(targets_BT),
-                self.shape.vocab_size,
-                self.logits_tp,
-                ranks=self.split.tp_slices,
+                self._logits, x_BTD, self.split.context_slice(targets_BT), self.shape.vocab_size,
+                self.logits_tp, ranks=self.split.tp_slices,
                 z_loss=self.z_loss if torch.is_grad_enabled() else 0.0,
-            )
+            )  # fmt: skip
         return all_gather(result, self.cp, 1)[:, :length]
 
     @property

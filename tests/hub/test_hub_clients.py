@@ -189,6 +189,11 @@ def test_generation(folder, model, tokenizer):
     assert torch.equal(model.generate(**prompt, **options, assistant_model=assistant), greedy)
     static = model.generate(**prompt, **options, cache_implementation="static")
     assert torch.equal(static, greedy)
+    end = {"stop_strings": [tokenizer.decode(greedy[0, -8:-6])], "tokenizer": tokenizer}
+    stopped = model.generate(**prompt, **options, **end)
+    assert stopped.shape[1] < greedy.shape[1] and torch.equal(
+        stopped, greedy[:, : stopped.shape[1]]
+    )
     several = {"num_beams": 3, "num_return_sequences": 3, "return_dict_in_generate": True}
     beams = model.generate(**prompt, **options, **several, output_scores=True)
     logits = model(beams.sequences).logits[0, prompt["input_ids"].shape[1] - 1 : -1]
@@ -219,6 +224,10 @@ def test_torch_export(model):
     lengths = {"input_ids": {1: Dim("length", min=2, max=1024)}, "use_cache": None}
     program = export(model, (tokens(2, 20),), {"use_cache": False}, dynamic_shapes=lengths)
     found = program.module()(ids, use_cache=False).logits
+    torch.testing.assert_close(found, model(ids).logits, rtol=0, atol=1e-4)
+    places = torch.arange(140)[None].expand(2, -1)
+    given = {"input_ids": ids, "position_ids": places, "use_cache": False}
+    found = export(model, (), given).module()(**given).logits
     torch.testing.assert_close(found, model(ids).logits, rtol=0, atol=1e-4)
 
 

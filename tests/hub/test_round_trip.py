@@ -7,7 +7,7 @@ import json
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from megatron.engine.checkpoint.saved_checkpoints import newest
 from megatron.engine.errors import HubError
@@ -210,3 +210,46 @@ def test_an_export_of_an_earlier_version_is_refused(tmp_path):
     (tmp_path / "config.json").write_text('{"architectures": ["KerpleForCausalLM"]}')
     with pytest.raises(HubError, match="kerple_neox is missing, so it cannot be imported"):
         import_folder(tmp_path, tmp_path / "run")
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"windows": [4, 4]}, {"windows": None}, {"norm_eps": 0.1}, {"rotary_base": 500.0},
+     {"num_hidden_layers": 1}, {"tie_word_embeddings": False}],
+    ids=str,
+)  # fmt: skip
+def test_a_change_of_an_export_is_not_ignored(changes, tmp_path):
+    """transformers would load another model, and writes no entry that has its default value."""
+    run = run_of(pos_emb="rotary + kerple_log", num_layers=2, sliding_window_width=3)
+    (tmp_path / "hub").mkdir()
+    export(run, tmp_path / "hub")
+    AutoConfig.from_pretrained(tmp_path / "hub", trust_remote_code=True, **changes).save_pretrained(
+        tmp_path / "hub"
+    )
+    [name] = changes
+    with pytest.raises(HubError, match=f"changed since the export: {name}; change the keys under"):
+        import_folder(tmp_path / "hub", tmp_path / "run")
+
+
+@pytest.mark.parametrize("place", ["file", "config", "list"])
+def test_a_chat_template_comes_back(place, tmp_path):
+    first, second = tmp_path / "first", tmp_path / "second"
+    hub_model("llama").save_pretrained(first)
+    write_tokenizer(first)
+    template = "{% for each in messages %}<{{ each.role }}>{{ each.content }}{% endfor %}"
+    described = {"eos_token": "<|endoftext|>"}
+    if place == "file":
+        (first / "chat_template.jinja").write_text(template)
+    else:
+        named = [{"name": "default", "template": template}]
+        described["chat_template"] = template if place == "config" else named
+    (first / "tokenizer_config.json").write_text(json.dumps(described))
+    import_folder(first, tmp_path / "run")
+    second.mkdir()
+    export(open_run(tmp_path / "run", groups=build_groups(torch.device("cpu"))), second)
+    tokenizer = AutoTokenizer.from_pretrained(second)
+    if place == "list":  # several templates, which earlier versions of transformers allowed
+        assert tokenizer.chat_template is None
+        return
+    messages = [{"role": "user", "content": "Hi"}]
+    assert tokenizer.apply_chat_template(messages, tokenize=False) == "<user>Hi"

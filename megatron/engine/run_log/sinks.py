@@ -153,17 +153,11 @@ class Wandb:
                 run_id = read_start(id_file).strip() or None
         try:
             self._run = wandb.init(
-                project=settings.wandb_project,
-                entity=settings.wandb_team,
-                group=settings.wandb_group,
-                mode=mode,
-                dir=folder,
-                id=run_id,
-                resume=None if run_id is None else "allow",
-                config=dict(config),
-                notes=card,
+                project=settings.wandb_project, entity=settings.wandb_team,
+                group=settings.wandb_group, mode=mode, dir=folder, id=run_id,
+                resume=None if run_id is None else "allow", config=dict(config), notes=card,
                 settings=wandb.Settings(**options),
-            )
+            )  # fmt: skip
         except (wandb.Error, ValueError) as error:  # such as a host that is no URL
             raise RunLogError(
                 f"Weights & Biases could not be started: {error}\n"

@@ -103,14 +103,11 @@ def schedule_of(config: Config) -> Schedule:
     """Build the learning-rate schedule that the config describes."""
     decay_iters = config.lr.decay_iters or max(1, config.training.train_iters)
     return Schedule(
-        start_lr=config.optimizer.lr,
-        end_iter=decay_iters,
-        warmup_iter=config.lr.warmup * decay_iters,
-        decay_style=config.lr.decay_style,
-        min_lr=config.lr.min_lr,
-        wsd_decay_ratio=config.lr.wsd_decay_ratio,
+        start_lr=config.optimizer.lr, end_iter=decay_iters,
+        warmup_iter=config.lr.warmup * decay_iters, decay_style=config.lr.decay_style,
+        min_lr=config.lr.min_lr, wsd_decay_ratio=config.lr.wsd_decay_ratio,
         wsd_decay_style=config.lr.wsd_decay_style,
-    )
+    )  # fmt: skip
 
 
 class AnnealingLR:

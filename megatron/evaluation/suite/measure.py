@@ -263,14 +263,9 @@ class Subject:
         width = 1 if last_only else sequences_nT.shape[1] - 1
         with limited_window(self.model, window):
             losses_nT = scores_of_sequences(
-                self.loss_fn or self.model,
-                sequences_nT,
-                self.groups,
-                batch_tokens=self.batch_tokens,
-                score=lambda losses_BT, _: losses_BT[:, -width:],
-                width=width,
-                tick=self.tick,
-            )
+                self.loss_fn or self.model, sequences_nT, self.groups, width=width, tick=self.tick,
+                score=lambda losses_BT, _: losses_BT[:, -width:], batch_tokens=self.batch_tokens,
+            )  # fmt: skip
         if not np.isfinite(losses_nT).all():
             raise DivergedError(NOT_FINITE)
         return losses_nT
