@@ -85,8 +85,8 @@ def class_of(found: Mapping[str, Any]) -> HubClass:
 
 
 def shape_values(config: Config, shape: GPTShape) -> dict[str, Any]:
-    """Return the arguments of `KerpleConfig` that follow from the model's shape and windows."""
-    block, windows = shape.block, config.model.sliding_window_width
+    """Return the arguments of `KerpleConfig` that follow from the shape and the model's config."""
+    m, block, windows = config.model, shape.block, config.model.sliding_window_width
     inside = block.norm == "rmsnorm" and block.fused_norm
     return {name: getattr(block, name) for name in _SAME} | {
         "num_hidden_layers": shape.num_layers,
@@ -94,6 +94,8 @@ def shape_values(config: Config, shape: GPTShape) -> dict[str, Any]:
         "num_key_value_heads": block.num_heads // block.group,
         "intermediate_size": block.mlp_size,
         "norm": "fused_rmsnorm" if inside else block.norm,
+        "pos_emb": layers_of(m.pos_emb, m.num_layers),
+        "theta_per_layer": m.theta_per_layer,
         "windows": None if windows is None else layers_of(windows, shape.num_layers),
         "position_offset": shape.position_offset,
         "output_bias": shape.output_bias,

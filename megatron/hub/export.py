@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 from transformers.utils import logging
 
 from megatron.config import Config
-from megatron.config.per_layer import layers_of, values_of
+from megatron.config.per_layer import values_of
 from megatron.data.tokenizers.fast_bpe import DIFFICULT_TEXTS
 from megatron.engine.build import positional_options
 from megatron.engine.checkpoint.publish import why_not_written
@@ -180,9 +180,7 @@ def _values(config: Config, model: GPT) -> dict[str, Any]:
     limited = model.longest_text is not None
     return shape_values(config, shape) | {
         "max_position_embeddings": shape.max_positions if limited else UNLIMITED,
-        "pos_emb": layers_of(m.pos_emb, m.num_layers),
         "pos_emb_options": options,
-        "theta_per_layer": m.theta_per_layer,
         "distance_scale": config.evaluation.eval_distance_scale,
         "document_end": None if documents is None else documents.end,
         "restart_positions": documents is not None and documents.restart_positions,

@@ -24,7 +24,6 @@ from megatron.engine.errors import HubError
 from megatron.engine.model_shape import identity_of, shape_of
 from megatron.hub.classes import class_of, shape_values
 from megatron.hub.config_keys import OWN_CLASS, fileless_tokenizer, keys_of, keys_of_export
-from megatron.hub.layers import KerpleConfig
 from megatron.hub.llama_tokenizer import write_tokenizer_json
 from megatron.hub.read import read_in, read_json, read_weights
 from megatron.hub.tokenizer import TEMPLATE
@@ -75,9 +74,12 @@ def import_folder(source: Path, target: Path) -> list[str]:
         if "tokenizer_type" in keys:
             tokenizer = _tokenizer_in(source, folder, config, rows)
         if own:
-            found = KerpleConfig().to_dict() | described  # transformers writes no default value
             ours = shape_values(config, shape) | {"tie_word_embeddings": shape.tie_weights}
-            if changed := [key for key, value in ours.items() if found[key] != value]:
+            if described.get("head_size") is None:  # an export of an earlier version
+                del ours["head_size"]
+            if changed := [
+                key for key, value in ours.items() if described.get(key, value) != value
+            ]:
                 raise HubError(
                     f"{source / 'config.json'}: changed since the export: {', '.join(changed)}; "
                     "change the keys under kerple_neox in the same way"

@@ -9,7 +9,7 @@ import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
 from transformers import AutoTokenizer
 
-from megatron.data.tokenizers.base import END_OF_DOCUMENT, Tokenizer
+from megatron.data.tokenizers.base import END_OF_DOCUMENT, Tokenizer, fault_in_file
 from megatron.data.tokenizers.bpe import HFTokenizer
 from megatron.data.tokenizers.byte_level import ByteLevelTokenizer
 from megatron.data.tokenizers.fast_bpe import DIFFICULT_TEXTS, byte_of_symbol
@@ -62,15 +62,25 @@ def write_tokenizer(tokenizer: Tokenizer, folder: Path) -> None:
 
 
 def chat_template(vocab_file: str | None) -> str | None:
-    """Return the chat template beside a tokenizer.json, or None if there is none."""
+    """Return the chat template beside a tokenizer.json, or None if there is none.
+
+    Raises:
+        TokenizerError: The files beside the tokenizer.json cannot be read.
+    """
     if vocab_file is None:
         return None
-    file, described = (Path(vocab_file).with_name(x) for x in (TEMPLATE, "tokenizer_config.json"))
-    if file.is_file():
-        return file.read_text(encoding="utf-8")
-    found = json.loads(described.read_bytes()) if described.is_file() else {}
-    template = found.get("chat_template")  # earlier versions of transformers wrote it here
-    return template if isinstance(template, str) else None
+    with fault_in_file(f"{vocab_file}: the chat template beside it cannot be read"):
+        files = [Path(vocab_file).with_name(x) for x in (TEMPLATE, "tokenizer_config.json")]
+        template, described = (x.read_text("utf-8") if x.is_file() else None for x in files)
+        found = json.loads(described or "{}")
+        template = template or found.get("chat_template")  # where transformers 4 wrote it
+        if not isinstance(template, str):
+            return None
+        # The export's end of a text is that of a document, and it may have no token of the begin.
+        tokens = {key: found.get(key) for key in ("bos_token", "eos_token") if key in template}
+        texts = {key: x["content"] if isinstance(x, dict) else x for key, x in tokens.items()}
+        sets = [f"{{% set {key} = {json.dumps(x)} %}}" for key, x in texts.items() if x]
+        return "".join([*sets, template])
 
 
 def _of_bytes(tokenizer: ByteLevelTokenizer) -> tuple[tokenizers.Tokenizer, str]:

@@ -197,14 +197,12 @@ def step_time(
     hidden = rates.hides * min(beside, passes * computes) if p.overlaps else 0.0
     shard = step.size / (replicas if p.zero_stage else 1)
     return StepTime(
-        compute=several * computes,
-        bubble=(stages - 1) * (computes + waits),
-        exposed=several * waits + beside - hidden + after,
-        hidden=hidden,
+        compute=several * computes, bubble=(stages - 1) * (computes + waits),
+        exposed=several * waits + beside - hidden + after, hidden=hidden,
         optimizer=max(
             OPTIMIZER_BYTES * shard / (gpu.bandwidth * 1e9), LAUNCH * UPDATES * len(step.parameters)
         ),
-    )
+    )  # fmt: skip
 
 
 def _micro_batch(config: Config, shape: GPTShape, keys: float, gpu: Gpu, rates: Rates) -> float:

@@ -152,15 +152,10 @@ class Job:
         c, step, trains = self.config, self.progress.step, self.config.training.train_iters > 0
         lines = first_lines(c, self.groups, self.model, self.data.text, self.start, step)
         with RunLog(
-            self.run_dir,
-            c.logging,
-            is_main=self.groups.is_main,
-            config=c.to_flat_dict(),
-            card="\n".join(lines),
-            append=step > 0 or not trains,
-            last_step=step if trains else None,
-            confirm=self.confirm,
-        ) as log:
+            self.run_dir, c.logging, is_main=self.groups.is_main, config=c.to_flat_dict(),
+            card="\n".join(lines), append=step > 0 or not trains,
+            last_step=step if trains else None, confirm=self.confirm,
+        ) as log:  # fmt: skip
             for line in lines:
                 log.line(line)
             self._write_config(log)

@@ -225,10 +225,15 @@ def test_torch_export(model):
     program = export(model, (tokens(2, 20),), {"use_cache": False}, dynamic_shapes=lengths)
     found = program.module()(ids, use_cache=False).logits
     torch.testing.assert_close(found, model(ids).logits, rtol=0, atol=1e-4)
+    given = {"input_ids": ids, "use_cache": False}
     places = torch.arange(140)[None].expand(2, -1)
-    given = {"input_ids": ids, "position_ids": places, "use_cache": False}
-    found = export(model, (), given).module()(**given).logits
-    torch.testing.assert_close(found, model(ids).logits, rtol=0, atol=1e-4)
+    packed = places % 50  # documents of 50, 50 and 40 tokens
+    program = export(model, (), given | {"position_ids": places}).module()
+    for each in (places, packed):
+        wanted = model(**given, position_ids=each).logits
+        found = program(**given, position_ids=each).logits
+        torch.testing.assert_close(found, wanted, rtol=0, atol=1e-4)
+    assert not torch.allclose(wanted, model(ids).logits, atol=0.01)
 
 
 def test_a_compiled_model_computes_the_same(model):

@@ -9,12 +9,14 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
+from megatron.data.errors import TokenizerError
 from megatron.engine.checkpoint.saved_checkpoints import newest
 from megatron.engine.errors import HubError
 from megatron.engine.open_run import open_run
 from megatron.hub.config_keys import hub_config, misfits
 from megatron.hub.export import export
 from megatron.hub.importing import import_folder
+from megatron.hub.tokenizer import TEMPLATE, chat_template
 from megatron.parallel.groups import build_groups
 from tests.helpers.hub import hub_model, write_tokenizer
 from tests.hub.test_export_hf import run_of
@@ -215,11 +217,10 @@ def test_an_export_of_an_earlier_version_is_refused(tmp_path):
 @pytest.mark.parametrize(
     "changes",
     [{"windows": [4, 4]}, {"windows": None}, {"norm_eps": 0.1}, {"rotary_base": 500.0},
-     {"num_hidden_layers": 1}, {"tie_word_embeddings": False}],
+     {"num_hidden_layers": 1}, {"tie_word_embeddings": False}, {"pos_emb": ["none", "none"]}],
     ids=str,
 )  # fmt: skip
 def test_a_change_of_an_export_is_not_ignored(changes, tmp_path):
-    """transformers would load another model, and writes no entry that has its default value."""
     run = run_of(pos_emb="rotary + kerple_log", num_layers=2, sliding_window_width=3)
     (tmp_path / "hub").mkdir()
     export(run, tmp_path / "hub")
@@ -231,15 +232,43 @@ def test_a_change_of_an_export_is_not_ignored(changes, tmp_path):
         import_folder(tmp_path / "hub", tmp_path / "run")
 
 
+@pytest.mark.parametrize("null", [False, True])
+def test_an_export_with_fewer_entries_comes_back(null, tmp_path):
+    """The exports of an earlier version had no `head_size`. transformers 4 omits a tied output."""
+    run = run_of(pos_emb="kerple_log")
+    (tmp_path / "hub").mkdir()
+    export(run, tmp_path / "hub")
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "hub", trust_remote_code=True)
+    model.save_pretrained(tmp_path / "hub")
+    file = tmp_path / "hub" / "config.json"
+    described = json.loads(file.read_text())
+    del described["head_size"], described["tie_word_embeddings"]
+    file.write_text(json.dumps(described | ({"head_size": None} if null else {})))
+    import_folder(tmp_path / "hub", tmp_path / "run")
+    assert same(newest(tmp_path / "run").weights(), run.model.state_dict())
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [("chat_template.jinja", b"\xff"), ("tokenizer_config.json", b'{"chat_template": "a"')],
+)
+def test_a_chat_template_that_cannot_be_read_is_named(name, content, tmp_path):
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(TokenizerError, match="tokenizer.json: the chat template beside it cannot"):
+        chat_template(str(tmp_path / "tokenizer.json"))
+    assert chat_template(None) is chat_template("/dev/null/tokenizer.json") is None
+
+
 @pytest.mark.parametrize("place", ["file", "config", "list"])
 def test_a_chat_template_comes_back(place, tmp_path):
     first, second = tmp_path / "first", tmp_path / "second"
     hub_model("llama").save_pretrained(first)
     write_tokenizer(first)
-    template = "{% for each in messages %}<{{ each.role }}>{{ each.content }}{% endfor %}"
-    described = {"eos_token": "<|endoftext|>"}
+    template = "{{ bos_token }}{% for each in messages %}<{{ each.role }}>{{ each.content }}"
+    template += "{{ eos_token }}{% endfor %}"  # the export has another end, and no begin
+    described = {"bos_token": {"content": "!"}, "eos_token": "?", "chat_template": None}
     if place == "file":
-        (first / "chat_template.jinja").write_text(template)
+        (first / TEMPLATE).write_text(template)
     else:
         named = [{"name": "default", "template": template}]
         described["chat_template"] = template if place == "config" else named
@@ -252,4 +281,4 @@ def test_a_chat_template_comes_back(place, tmp_path):
         assert tokenizer.chat_template is None
         return
     messages = [{"role": "user", "content": "Hi"}]
-    assert tokenizer.apply_chat_template(messages, tokenize=False) == "<user>Hi"
+    assert tokenizer.apply_chat_template(messages, tokenize=False) == "!<user>Hi?"

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import pandas as pd
 import pytest
+import torch
 
+from megatron import positional
 from tests.helpers.paths import ROOT
 from tests.pages.figures.held import one_line, rows
 
@@ -76,10 +78,15 @@ def test_distant_text_harms_rpe_in_the_second_study():
     assert len(runs) == 12 and (runs.gain_high < 0).all() and {*runs.verdict} == {"harms"}
     assert "harms `rpe` in each of the twelve runs**: each run's interval is below 0" in text
     by_dose = runs.groupby("dose").gain.mean()
-    assert by_dose.is_monotonic_increasing and "The harm gets smaller" in text
+    assert (
+        by_dose.is_monotonic_increasing and "In nats, this harm gets smaller with the steps" in text
+    )
     _, last, told = apart(5600, "kerple_log", "rpe")
     told = told.replace(")", "; other rate, other machine)")
     assert f"the gain of `kerple_log` is then larger {told}" in text
+    assert "from 113 tokens on have the same bias" in text  # the last of T5's 32 buckets
+    buckets = positional.load("rpe").bucket(torch.tensor([112, 113, 5000]))
+    assert buckets.tolist() == [30, 31, 31]
     assert f"perplexity falls by {-last.change.mean():.0%} with the length" in text
     assert {cell.count("[") - 1 for cell in last["copy"]} == {9} and {*last.induction} == {1024}
     assert "copies from all of the nine places, and repeated random tokens help at" in text

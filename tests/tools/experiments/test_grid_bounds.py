@@ -81,8 +81,11 @@ def test_an_axis_is_not_named_like_another_column(tmp_path):
             ["endpoints.P.0.of.e: True" + NO_TEXT],
         ),
         (
-            {"axes": {"e": 5}},
-            [f"axes.e: Input should be a valid {kind}" for kind in ("list", "dictionary")],
+            {"axes": {"e": 5, "f": [True]}},
+            [
+                *(f"axes.e: Input should be a valid {kind}" for kind in ("list", "dictionary")),
+                "axes.f.0: True" + NO_TEXT,
+            ],
         ),
     ],
 )  # fmt: skip
