@@ -2,7 +2,8 @@
 
 The file classes.yml has one table for each class. The table maps the names of our modules and
 config keys to the names in transformers. The module `weights` uses the table to convert weights,
-and the module `config_keys` uses it to translate config.json.
+and the module `config_keys` uses it to translate config.json. The function `shape_values` describes
+a model for our own class.
 """
 
 from __future__ import annotations

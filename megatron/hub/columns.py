@@ -161,11 +161,9 @@ def packed_positions(
         if ends is not None:
             lengths = ends.diff().tolist()
             meant.append(torch.cat([torch.arange(n, device=ends.device) for n in lengths])[None])
-    first, others = meant[:1], meant[1:]  # a single description is not read, as `export` needs
-    if any(
-        x.shape != y.shape or not torch.equal(x.long(), y.long()) for x in others for y in first
-    ):
-        raise ValueError("position_ids, seq_idx and cu_seq_lens_q/k mean different documents")
+    for other in meant[1:]:  # a graph of `torch.export` cannot compare numbers
+        if other.shape != meant[0].shape or not torch.equal(other.long(), meant[0].long()):
+            raise ValueError("position_ids, seq_idx and cu_seq_lens_q/k mean different documents")
     return meant[0].long() if meant else None
 
 

@@ -23,7 +23,13 @@ from megatron.engine.checkpoint.publish import new_folder, write_import
 from megatron.engine.errors import HubError
 from megatron.engine.model_shape import identity_of, shape_of
 from megatron.hub.classes import class_of, shape_values
-from megatron.hub.config_keys import OWN_CLASS, fileless_tokenizer, keys_of, keys_of_export
+from megatron.hub.config_keys import (
+    OWN_CLASS,
+    OWN_KEYS,
+    fileless_tokenizer,
+    keys_of,
+    keys_of_export,
+)
 from megatron.hub.llama_tokenizer import write_tokenizer_json
 from megatron.hub.read import read_in, read_json, read_weights
 from megatron.hub.tokenizer import TEMPLATE
@@ -82,7 +88,7 @@ def import_folder(source: Path, target: Path) -> list[str]:
             ]:
                 raise HubError(
                     f"{source / 'config.json'}: changed since the export: {', '.join(changed)}; "
-                    "change the keys under kerple_neox in the same way"
+                    f"change the keys under {OWN_KEYS} in the same way"
                 )
         kind, pos = None if own else class_of(described), positional_of(config)
         layout, name = layout_of(kind, shape, pos), kind.name if kind else OWN_CLASS

@@ -127,11 +127,10 @@ def read_grid(path: Path, given: Mapping[str, str] | None = None) -> Grid:
     except ValidationError as error:
         # A value of the wrong kind gets an error for each kind that is allowed there. Faults inside
         # a value of the right kind say more.
-        places = [each["loc"] for each in error.errors()]
-        inside = {x[:n] for x in places if x[-1] not in _KINDS for n in range(len(x))}
-        found = [each for each in error.errors() if each["loc"][-1] not in _KINDS
-                 or each["loc"][:-1] not in inside]  # fmt: skip
-        faults = [(tuple(x for x in each["loc"] if x not in _KINDS), _why(each)) for each in found]
+        found = [(each["loc"], _why(each)) for each in error.errors()]
+        inside = {loc[:n] for loc, _ in found if loc[-1] not in _KINDS for n in range(len(loc))}
+        told = [(loc, why) for loc, why in found if loc[-1] not in _KINDS or loc[:-1] not in inside]
+        faults = [(tuple(part for part in loc if part not in _KINDS), why) for loc, why in told]
         raise _error(path, settings, faults) from None
     variables = about.variables | dict(given or {})
     if faults := list(_faults(about, variables)):

@@ -283,10 +283,8 @@ def _numbers(verdict: Verdict) -> str:
     """Return the numbers of a verdict as text: `-4.39%, 95% interval -5.85 to -2.92, ...`."""
     if math.isnan(verdict.p):
         return "A value is not finite." if verdict.seeds > 1 else "Too few runs have measured it."
-    (change, interval), corrected = (
-        change_of(verdict),
-        f"{verdict.holm:.2g} after Holm's correction",
-    )
+    change, interval = change_of(verdict)
+    corrected = f"{verdict.holm:.2g} after Holm's correction"
     if math.isnan(verdict.holm):
         corrected = "not corrected: another part of the claim was not tested"
     return (
